@@ -17,13 +17,10 @@ from ..errors import CheckpointError
 from ..process import Process, ended
 from ..process.transfer import begun, finish, host_memory, is_remote
 from .shards import WriteItem
-from .steps import explain
 
 #: A power of two, because torch rounds the sizes of pinned memory up to one.
 _BLOCK: Final = 64 << 20
 _ALIGN: Final = 64
-#: Stands for the tensor of an item, which the thread must not keep alive.
-_NOTHING: Final = torch.empty(0, device="cpu")
 
 
 @final
@@ -42,13 +39,10 @@ class Background:
         def run() -> None:
             try:
                 finish()
-                future.set_result(None)
-            except CheckpointError as error:
-                future.set_exception(error)
             except BaseException as error:
-                wrapped = CheckpointError(f"accel.save in the background: {explain(error)}")
-                wrapped.__cause__ = error
-                future.set_exception(wrapped)
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
         if self._release not in process.releases:
             process.releases.append(self._release)
@@ -86,16 +80,15 @@ class Background:
         try:
             self.settle()
         except CheckpointError as error:
-            print(f"accel: {error}", file=sys.stderr)
+            print(f"accel: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            sys.stderr.flush()
             logging.shutdown()
             os._exit(1)  # nothing else sets the exit status here
 
     def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
         """Return the items in host memory, out of the reach of training."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
-        if devices and not all(block.is_pinned() for block in self._blocks):
+        if devices and self._blocks and not self._blocks[-1].is_pinned():
             self._blocks = []
         copied, number, at = [], 0, 0
         for item in items:
@@ -112,7 +105,8 @@ class Background:
                     copies.append(room)
                     data = data[len(room) :]
                     at = -(-(at + len(room)) // _ALIGN) * _ALIGN
-            copied.append(WriteItem(item.entry, _NOTHING, 0, copies))
+            # The thread must not keep the tensor of the item alive.
+            copied.append(WriteItem(item.entry, copies[0], 0, copies))
         finish(begun(devices))
         return copied
 

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from typing import Final, final
+from typing import Final
 
 from ..errors import CheckpointError, is_url, refuse_url
 from ..process import rank
@@ -16,7 +16,7 @@ from .background import background
 from .reader import BoxReader
 from .record import NAME, Record, encode, is_record, read
 from .steps import explain, log_end, on_every_rank, on_running_ranks
-from .storage import StoreError, check_size, read_whole, storage_of
+from .storage import StoreError, read_whole, storage_of
 
 logger = logging.getLogger("accel")
 
@@ -54,78 +54,71 @@ def absolute(path: object) -> str:
     return text if is_url(text) else os.path.abspath(text)
 
 
-def shard_name(save: str, rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"accel-{save}-{rank:05d}.safetensors"
-
-
 # -- the commit ------------------------------------------------------------------------------------
 
+# The earlier checkpoint can be loaded until the commit. All names of a save are new. So if a save is
+# killed or two jobs save into one directory, all files in the record exist.
 
-@final
-class Commit:
-    """Replaces the record in a directory, if it is the same as at the beginning."""
 
-    # Until then the checkpoint before can be loaded. All names of a save are new. So if a save is
-    # killed or two jobs save into one directory, all files in the record exist.
+def version_of(directory: str) -> str:
+    """Return the version of the record in a directory, for ``commit``."""
+    path = os.path.join(directory, NAME)
+    version = storage_of(path).version(path)
+    # Before anything is written into the directory of another program.
+    if version and not is_record(path):
+        raise CheckpointError(
+            f"{path} has another format: it is not a record of accel. "
+            "Save into a different directory."
+        )
+    return version
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._path = os.path.join(directory, NAME)
-        self._storage = storage_of(directory)
-        self._version = self._storage.version(self._path)
-        # Before anything is written into the directory of another program.
-        if self._version and not is_record(self._path):
+
+def commit(
+    directory: str, version: str, record: Record, content: bytes = b"", keep: int | None = None
+) -> None:
+    """Write the record if it has this version, and remove the files of the checkpoint before."""
+    try:
+        names = check_sizes(directory, record)
+    except CheckpointError as error:
+        raise CheckpointError(
+            "A rank wrote its file, and rank 0 does not see it whole: save into a directory of "
+            f"this job alone, on a file system that all nodes share ({error})"
+        ) from error
+    storage_of(directory).put(os.path.join(directory, NAME), content or encode(record), version)
+    # A failure from here on is no failure of the save.
+    try:
+        for file in record.files:
+            names.pop(file.name)
+        sweep(directory, names)
+        if keep is not None:
+            prune(directory, keep)
+    except (OSError, CheckpointError) as error:
+        text = "%s is saved, but older files could not be removed: %s"
+        logger.warning(text, directory, explain(error))
+
+
+def sweep(directory: str, names: Iterable[str]) -> None:
+    """Remove the files of accel among these."""
+    for name in sorted(filter(_OURS.fullmatch, names)):
+        storage_of(directory).remove(os.path.join(directory, name))
+
+
+def check_sizes(directory: str, record: Record) -> dict[str, int]:
+    """Raise if a file of a checkpoint is missing or was cut. Return the sizes of all files."""
+    sizes = storage_of(directory).sizes(directory)
+    for file in record.files:
+        path, size = os.path.join(directory, file.name), sizes.get(file.name)
+        if size is None:
             raise CheckpointError(
-                f"{self._path} has another format: it is not a record of accel. "
-                "Save into a different directory."
+                f"{path} is missing: the checkpoint is not complete, or a save has replaced it. "
+                "Load again, or load another one."
             )
-
-    def put(self, record: Record, content: bytes = b"", keep: int | None = None) -> None:
-        """Write the record, and remove the files of the checkpoint before."""
-        names = self._storage.names(self._directory)
-        try:
-            self._storage.put(self._path, content or encode(record), self._version)
-        except FileExistsError as error:
+        if size != file.size:
             raise CheckpointError(
-                f"{self._path} is another job's: it has saved there since this save began. "
-                "Give each job its own directory."
-            ) from error
-        # A failure from here on is no failure of the save.
-        try:
-            sweep(self._directory, names, [file.name for file in record.files])
-            if keep is not None:
-                prune(self._directory, keep)
-        except (OSError, CheckpointError) as error:
-            text = "%s is saved, but older files could not be removed: %s"
-            logger.warning(text, self._directory, explain(error))
-
-
-def sweep(directory: str, names: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Remove files of accel, except some."""
-    storage = storage_of(directory)
-    for name in sorted({*names}.difference(keep)):
-        if _OURS.fullmatch(name):
-            storage.remove(os.path.join(directory, name))
-
-
-def check_sizes(directory: str, record: Record) -> None:
-    """Raise if a file of a checkpoint is missing or has a different size than in the record."""
-    names = [file.name for file in record.files]
-    sizes = storage_of(directory).sizes(directory, names)
-    for file, size in zip(record.files, sizes, strict=True):
-        check_size(os.path.join(directory, file.name), size, file.size)
-
-
-def remove(directory: str) -> None:
-    """Remove the checkpoint in a directory, and the directory if nothing else is in it."""
-    storage = storage_of(directory)
-    names = storage.names(directory)
-    # Without its record it is no checkpoint any more.
-    storage.remove(os.path.join(directory, NAME))
-    storage.sync(directory)
-    sweep(directory, names)
-    storage.remove_directory(directory)
+                f"{path} has {size} bytes, but {file.size} were written: it was cut or changed. "
+                "Load another checkpoint."
+            )
+    return sizes
 
 
 # -- several checkpoints ---------------------------------------------------------------------------
@@ -155,17 +148,22 @@ def _by_age(paths: Iterable[str]) -> list[tuple[float, int, str]]:
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never ``directory``."""
     root, name = os.path.split(directory)
-    storage, series = storage_of(root), _NUMBER.sub("", name)
-    real, others = storage.real(root), []
+    storage, series, others = storage_of(root), _NUMBER.sub("", name), []
     for other in storage.names(root):
-        if other not in (name, series) and _NUMBER.sub("", other) == series:
-            # Only directories, because the user wants to keep the target of a link.
-            path = os.path.join(real, other)
-            if storage.real(path) == path:
-                others.append(path)
+        path = os.path.join(root, other)
+        # The user wants to keep the target of a link.
+        is_other = other not in (name, series) and not os.path.islink(path)
+        if is_other and _NUMBER.sub("", other) == series:
+            others.append(path)
     for _, _, path in _by_age(others)[keep - 1 :]:
-        with contextlib.suppress(CheckpointError):
-            remove(path)
+        names = storage.names(path)
+        # Without its record it is no checkpoint any more.
+        storage.remove(os.path.join(path, NAME))
+        storage.sync(path)
+        sweep(path, names)
+        # It may have other files. In object stores there is no directory.
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
 
 
 def latest(root: str | os.PathLike[str]) -> str | None:
@@ -192,31 +190,18 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         # A record is as old as its file or, if it was linked or copied, older.
         if modified + 1 < newest_time:
             break
-        record = _complete(directory)
-        if record is not None and record.time > newest_time:
+        try:
+            record = read(directory)
+            check_sizes(directory, record)
+        except (CheckpointError, OSError) as error:
+            if StoreError in (type(error), type(error.__cause__)):
+                text = f"{directory} may be a checkpoint: {explain(error)}"
+                raise CheckpointError(text) from error
+            logger.warning("%s is passed over: %s", directory, explain(error))
+            continue
+        if record.time > newest_time:
             newest, newest_time = directory, record.time
     return newest
-
-
-def _complete(directory: str) -> Record | None:
-    """Return the record of a checkpoint if all its files exist. Warn otherwise."""
-    path = os.path.join(directory, NAME)
-    version = ""
-    try:
-        version = storage_of(path).version(path)
-        if not version:
-            return None
-        record = read(directory)
-        check_sizes(directory, record)
-        return record
-    except (CheckpointError, OSError, MemoryError) as error:
-        if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
-            raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
-        # A save may have replaced it in between.
-        if version and storage_of(path).version(path) not in ("", version):
-            return _complete(directory)
-        logger.warning("%s is passed over: %s", directory, explain(error))
-        return None
 
 
 def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
@@ -238,15 +223,12 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
             raise CheckpointError(f"{old} and {new} are not in one store. Link inside a store.")
         record = read(old)
         check_sizes(old, record)
-        if storage.real(old) == storage.real(new):
-            return
-        commit = Commit(new)
+        version = version_of(new)
         storage.make(new)
         for file in record.files:
             storage.link(os.path.join(old, file.name), os.path.join(new, file.name))
         storage.sync(new)
-        check_sizes(new, record)
-        commit.put(record, read_whole(os.path.join(old, NAME)))
+        commit(new, version, record, read_whole(os.path.join(old, NAME)))
 
     on_every_rank("accel.link", act)
 

@@ -79,9 +79,9 @@ class StateObject(Placeholder):
     def fill(self, values: Any) -> None:
         """Load everything but the shards, which are filled already."""
 
-    def local_shard(self, own: Shard, equal: bool) -> LocalShard:
+    def named(self, shard: Shard) -> Shard:
         """Return a shard of this object under its name in the checkpoint."""
-        return LocalShard(replace(own, name=f"{self.name}/{own.name}"), equal)
+        return replace(shard, name=f"{self.name}/{shard.name}")
 
 
 def structure_of(objects: Iterable[StateObject]) -> list[list[str]]:
@@ -200,7 +200,7 @@ class ModuleObject(StateObject):
             everything = everything or not self.engine.distributed
             equal = set(self.engine.named)
         for engine_name, local in self._shards():
-            yield self.local_shard(local, everything or engine_name in equal)
+            yield LocalShard(self.named(local), everything or engine_name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         extra = {}
@@ -276,7 +276,7 @@ class OptimizerObject(StateObject):
     def shards(self) -> Iterator[LocalShard]:
         equal = self.engine is not None and self.engine.synchronizes
         for local in self._holdings.shards(self.optimizer):
-            yield self.local_shard(local, equal)
+            yield LocalShard(self.named(local), equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
@@ -310,21 +310,22 @@ class OptimizerObject(StateObject):
     def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
         """Return the shards to fill. State that doesn't exist yet is on the meta device."""
         names = self._names_here()
-        #: The saved names of the parameters by their names here.
-        self._saved_names = dict(zip(names.values(), names, strict=True))
         #: The saved tensors of the state under their names here.
         self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for saved_name, form in manifest.items():
             if saved_name.rpartition("/")[0] in names:
                 self._manifest[_renamed(saved_name, names)] = form
-        slots = self._holdings.slots(self.optimizer, self._manifest, create=False)
-        return [(_renamed(slot.name, self._saved_names), slot) for slot in slots]
+        return [(slot.name, slot) for slot in self._slots(create=False)]
+
+    def _slots(self, *, create: bool) -> Iterator[Shard]:
+        """Give the shards to fill under their saved names."""
+        saved_names = dict(zip(self._parameters, self._names_here(), strict=True))
+        for slot in self._holdings.slots(self.optimizer, self._manifest, create=create):
+            yield replace(slot, name=_renamed(slot.name, saved_names))
 
     def allocate(self) -> Iterator[Shard]:
-        """Create the state that doesn't exist yet. Give the shards under their saved names."""
-        for slot in self._holdings.slots(self.optimizer, self._manifest):
-            saved_name = _renamed(slot.name, self._saved_names)
-            yield replace(slot, name=f"{self.name}/{saved_name}")
+        """Create the state that doesn't exist yet, and give all shards to fill."""
+        return map(self.named, self._slots(create=True))
 
     def decode(self, decoder: Decoder) -> Any:
         names, state = self._names_here(), decoder.decode(self.node["state"])
@@ -338,9 +339,7 @@ class OptimizerObject(StateObject):
             engine.loss_scale.restore(*scale)
         frozen = set(self.node["frozen"])
         for saved_name, name in self._names_here().items():
-            parameter, trainable = self._parameters[name], saved_name not in frozen
-            if parameter.requires_grad != trainable:
-                parameter.requires_grad_(trainable)
+            self._parameters[name].requires_grad_(saved_name not in frozen)
 
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:

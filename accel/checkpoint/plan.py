@@ -10,7 +10,6 @@ others its kinds of shards, and planning takes time by kinds and ranks, not by t
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from ..shard import Box, expanded, shape_of
 from .layout import Run, runs_of
 from .record import Stored
 from .shards import ITEM_BYTES, NAMES, Entry, LocalShard
+from .steps import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,7 @@ def list_shards(shards: Sequence[LocalShard]) -> Listing:
         shard = one.shard
         kind = BoxKind(NAMES[shard.tensor.dtype], shard.shape, shard.region, not one.equal)
         rows.append((shard.name, numbers.setdefault(kind, len(numbers))))
-    text = "\n".join(f"{number} {name}" for name, number in rows)
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return Listing(Table(digest, tuple(rows)), tuple(numbers))
+    return Listing(Table(digest(rows), tuple(rows)), tuple(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +106,8 @@ class WritePlan:
             for number, ranks in enumerate(sharing.sets):
                 if rank not in ranks:
                     continue
-                place = ranks.index(rank)
                 for piece in sharing.pieces:
-                    if piece.place == place:
+                    if ranks[piece.place] == rank:
                         kind = self.kinds[piece.name]
                         box = piece.of(sharing.boxes[piece.like][number])
                         yield Entry(piece.name, kind.dtype, kind.shape, box)
@@ -176,7 +173,9 @@ def _holders(name: str, held: Sequence[tuple[int, BoxKind]]) -> dict[Box, list[i
     """Return the ranks with each box of a tensor, once they are known to cover it."""
     first = held[0][1]
     shape = first.shape
-    full = []
+    is_flat = all(len(kind.box) == 1 for _, kind in held)
+    sizes = (math.prod(shape),) if is_flat else shape
+    holders: dict[Box, list[int]] = {}
     for rank, kind in held:
         if (kind.dtype, kind.shape) != (first.dtype, shape):
             raise CheckpointError(
@@ -184,13 +183,8 @@ def _holders(name: str, held: Sequence[tuple[int, BoxKind]]) -> dict[Box, list[i
                 f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all."
             )
         if math.prod(shape_of(kind.box)):
-            full.append((rank, kind.box))
-    is_flat = all(len(box) == 1 for _, box in full)
-    sizes = (math.prod(shape),) if is_flat else shape
-    holders: dict[Box, list[int]] = {}
-    for rank, held_box in full:
-        for box in [held_box] if is_flat else expanded(held_box, shape):
-            holders.setdefault(box, []).append(rank)
+            for box in [kind.box] if is_flat else expanded(kind.box, shape):
+                holders.setdefault(box, []).append(rank)
     # Engines give disjoint or identical boxes. So boxes inside the tensor with as many elements as
     # the tensor are all of it.
     count, is_inside = 0, True
@@ -246,10 +240,8 @@ def _deal(
         for name in names_of[like]:
             row = 0
             while row < sizes[dim]:
-                rows = sizes[dim]
-                if place < number - 1:
-                    limit = total * (place + 1) // number
-                    rows = min(rows, row + max(0, limit - done) // row_bytes)
+                limit = total * (place + 1) // number
+                rows = min(sizes[dim], row + (limit - done) // row_bytes)
                 if rows > row:
                     yield Piece(name, like, place, dim, (row, rows))
                     done += (rows - row) * row_bytes

@@ -210,7 +210,7 @@ class _ShardFile:
     @contextlib.contextmanager
     def opened(self, pieces: Sequence[_Piece]) -> Iterator[None]:
         """Open the file, and read the header if there are pieces to find."""
-        with storage_of(self._path).open(self._path, self._written.size) as self.file:
+        with storage_of(self._path).open(self._path) as self.file:
             self.threads = self.file.in_flight or share()
             self._keys = [piece.key for piece in pieces]
             if not self._header_size and (pieces or self._version != VERSION):

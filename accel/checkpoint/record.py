@@ -15,16 +15,18 @@ from . import old_format
 from .layout import Run
 from .shards import Written, checksum
 from .steps import explain, parsing
-from .storage import RECORD, read_whole, storage_of
+from .storage import read_whole, storage_of
 
-NAME: Final = RECORD
+NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 3
+_BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
 #: The checksum at the end is of all bytes before it.
 _END: Final = b',"xxh3":"'
 _TAIL: Final = len(_END) + 16 + len(b'"}')
 #: The attributes of ``Record`` that are in the file as they are.
 _PLAIN: Final = ("id", "time", "world_size", "values", "ranks")
+OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +113,9 @@ def encode(record: Record) -> bytes:
     return b"".join([text, _END, checksum(text).encode("ascii"), b'"}'])
 
 
-OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
-_BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
-
-
 def exists(directory: str) -> bool:
-    """True if a directory has a record. Raises if the system doesn't tell."""
-    try:
-        return bool(storage_of(directory).version(os.path.join(directory, NAME)))
-    except OSError as error:
-        raise CheckpointError(explain(error)) from error
+    """True if a directory has a record."""
+    return bool(storage_of(directory).version(os.path.join(directory, NAME)))
 
 
 def is_record(path: str) -> bool:
@@ -132,10 +127,13 @@ def is_record(path: str) -> bool:
 
 def read(directory: str) -> Record:
     """Return the record of a checkpoint, or raise if it is missing, damaged or too new."""
-    if not exists(directory):
-        raise CheckpointError(_absent(directory))
     path = os.path.join(directory, NAME)
-    return parse(read_whole(path), path)
+    try:
+        if not exists(directory):
+            raise CheckpointError(_absent(directory))
+        return parse(read_whole(path), path)
+    except OSError as error:
+        raise CheckpointError(explain(error)) from error
 
 
 def _absent(directory: str) -> str:

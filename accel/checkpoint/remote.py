@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import functools
 import os
@@ -13,18 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import CHUNK, Content, File, StoreError, check_size, replaced
+from .storage import CHUNK, Content, File, StoreError, replaced
 
-#: Bytes of a request that puts an object on a condition, which can't have parts.
-_LARGEST: Final = 5 << 30
 #: Bytes of a part of an upload. An upload has at most 10,000 parts.
 _BLOCK: Final = 16 << 20
 #: The protocols of stores without directories.
-_FLAT: Final = frozenset(
-    ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "cos", "obs", "memory"]
-)
-#: The times of objects, as the file systems of fsspec call them.
-_TIMES: Final = ("LastModified", "mtime", "updated", "last_modified", "created")
+_FLAT: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "cos", "memory")
 
 
 def remote(url: str) -> Remote:
@@ -58,8 +51,6 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         error = cause
     text = f"{type(error).__name__}: {str(error).strip() or 'no details'}"
-    if isinstance(error, FileExistsError):
-        return FileExistsError(errno.EEXIST, text, url)
     is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
     if is_missing and not re.search("bucket does|container does", text):
         return FileNotFoundError(errno.ENOENT, "it is not there", url)
@@ -77,8 +68,7 @@ class Remote:
 
     def __init__(self, protocol: str, fs: Any) -> None:
         self._fs = fs
-        self._is_s3 = "s3" in protocol
-        self._is_flat = protocol in _FLAT
+        self._protocol = protocol
         # Those that are not asynchronous are for one thread: memory's files have one position.
         self._lock: Any = contextlib.nullcontext() if fs.async_impl else threading.RLock()
         self._in_flight = 8 if fs.async_impl else 1
@@ -89,7 +79,7 @@ class Remote:
         try:
             with self._lock:
                 yield self._fs._strip_protocol(url)
-        except (CheckpointError, MemoryError):
+        except (CheckpointError, MemoryError, NotImplementedError):
             raise
         except Exception as error:
             raise _as_os_error(error, url) from error
@@ -113,69 +103,42 @@ class Remote:
         return str(info.get("ETag") or sorted(info.items(), key=str)) if info else ""
 
     def modified(self, path: str) -> float | None:
-        info = self._info(path)
-        if info.get("type") != "file":
-            return None
-        time = next((info[name] for name in _TIMES if info.get(name)), 0.0)
-        if isinstance(time, str):
-            time = datetime.datetime.fromisoformat(time)
-        return time.timestamp() if isinstance(time, datetime.datetime) else float(time)
+        # A web server tells no times.
+        with contextlib.suppress(FileNotFoundError, NotImplementedError):
+            time = self.ask("modified", path)
+            return float(time.timestamp() if hasattr(time, "timestamp") else time)
+        return None
 
-    def _listing(self, directory: str) -> dict[str, int]:
-        """Return the names in a directory, with their sizes."""
-        own = self._fs._strip_protocol(directory).strip("/")
+    def sizes(self, directory: str) -> dict[str, int]:
         sizes = {}
         with contextlib.suppress(FileNotFoundError):
-            for one in self.ask("ls", directory, detail=True):
-                name = one["name"].strip("/")
-                if name != own:
-                    sizes[os.path.basename(name)] = one["size"] or 0
+            for entry in self.ask("ls", directory, detail=True):
+                name = os.path.basename(entry["name"].rstrip("/"))
+                sizes[name] = entry["size"] or 0
         return sizes
 
-    def names(self, directory: str) -> list[str]:
-        return list(self._listing(directory))
-
-    def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
-        listing = self._listing(directory) if names else {}
-        return [listing.get(name, -1) for name in names]
-
-    def real(self, path: str) -> str:
-        return path
+    names = sizes
 
     def make(self, directory: str) -> None:
         # Elsewhere it would make a bucket.
-        if not self._is_flat:
+        if self._protocol not in _FLAT:
             self.ask("makedirs", directory, exist_ok=True)
 
     def sync(self, directory: str) -> None:
         """An object is durable once it is written."""
 
-    def remove_directory(self, directory: str) -> None:
-        """An empty one stays, because ``rmdir`` of some file systems removes its content too."""
-
     @contextlib.contextmanager
-    def open(self, path: str, size: int | None = None) -> Iterator[File]:
-        info = self._info(path)
-        found = int(info["size"]) if info.get("type") == "file" else -1
-        if found < 0 or size is not None:
-            check_size(path, found, size or 0)
-        fill = functools.partial(self._fill, path)
-        yield File(path, found, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
+    def open(self, path: str) -> Iterator[File]:
+        size, fill = int(self.ask("info", path)["size"]), functools.partial(self._fill, path)
+        yield File(path, size, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
 
     def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> None:
-        count = sum(map(len, views))
-        if not count:
-            return
-        ask = functools.partial(self.ask, "cat_file", path, start=offset, end=offset + count)
+        end = offset + sum(map(len, views))
+        ask = functools.partial(self.ask, "cat_file", path, start=offset, end=end)
         try:
             content = ask()
         except StoreError:  # bytes that the network changed, for example
             content = ask()
-        if len(content) != count:
-            raise CheckpointError(
-                f"{path} has {len(content)} bytes from byte {offset} on, not {count}. "
-                "Load another checkpoint."
-            )
         for view in views:
             view[:] = content[: len(view)]
             content = content[len(view) :]
@@ -190,17 +153,17 @@ class Remote:
                 file.close()
             except BaseException:
                 with contextlib.suppress(Exception):
-                    file.discard()
-                with contextlib.suppress(Exception):
                     file.closed = True  # else garbage collection completes the object
+                    file.discard()
                 raise
 
     def put(self, path: str, content: bytes, version: str) -> None:
         problem: OSError | None = None
         conditions: dict[str, Any] = {} if version else {"mode": "create"}
         try:
-            if version and self._is_s3:
-                conditions = {"IfMatch": version, "chunksize": _LARGEST}
+            if version and self._protocol in ("s3", "s3a"):
+                # A request with a condition can't have parts.
+                conditions = {"IfMatch": version, "chunksize": 5 << 30}
             elif self.version(path) != version:
                 raise replaced(path)
             self.ask("pipe_file", path, content, **conditions)
@@ -212,7 +175,7 @@ class Remote:
                 return
         text = "it is written, by the answer, and cannot be read back"
         problem = problem or StoreError(0, text, path)
-        if isinstance(problem, StoreError) and self.version(path) == version:
+        if self.version(path) == version:
             raise problem
         raise replaced(path) from problem
 

@@ -106,27 +106,29 @@ def save(
     process, begin = current(), time.monotonic()
     rank = process.place.rank
 
-    def prepare() -> tuple[tuple[Contents, folder.Commit | None], Message]:
+    def prepare() -> tuple[tuple[Contents, str], Message]:
         background.settle()
         arguments = {"dir": folder.named(dir), "wait": wait, "keep": keep}
         if keep is not None:
             folder.check_keep(folder.named(dir), keep)
         contents = contents_of(state, filter)
-        commit = None if rank else folder.Commit(folder.absolute(dir))
-        return (contents, commit), contents.message(arguments)
+        version = "" if rank else folder.version_of(folder.absolute(dir))
+        return (contents, version), contents.message(arguments)
 
-    (contents, commit), messages = exchange("accel.save", prepare)
+    (contents, version), messages = exchange("accel.save", prepare)
     check_equal(messages, _DIFFERENCES)
     plan = make_plan(contents.complete(messages, rank))
     items = shards.items_of(plan.entries(rank), contents.shards)
     # A thread must not keep the tensors of the state alive, so it gets only the values.
-    writing = Writing(folder.absolute(dir), rank, begin, keep, messages, plan, contents.values)
+    writing = Writing(
+        folder.absolute(dir), version, rank, begin, keep, messages, plan, contents.values
+    )
     if wait:
-        writing.finish(items, commit, agree)
+        writing.finish(items, agree)
         return None
     gather = background_gather(process)
     copies = on_every_rank("accel.save (the copy)", lambda: background.copy(items))
-    return background.start(process, lambda: writing.finish(copies, commit, gather))
+    return background.start(process, lambda: writing.finish(copies, gather))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,8 @@ class Writing:
     """The part of a save for a thread, if it runs in the background."""
 
     directory: str
+    #: Rank 0's record before the save.
+    version: str
     rank: int
     begin: float
     keep: int | None
@@ -237,12 +241,10 @@ class Writing:
     plan: WritePlan
     values: dict[str, Json]
 
-    def finish(
-        self, items: Sequence[WriteItem], commit: folder.Commit | None, gather: Gather
-    ) -> None:
+    def finish(self, items: Sequence[WriteItem], gather: Gather) -> None:
         """Write this rank's file and, on rank 0, the record once all files exist. Collective."""
-        storage = storage_of(self.directory)
-        name = folder.shard_name(self.messages[0].save, self.rank)
+        storage, save = storage_of(self.directory), self.messages[0].save
+        name = f"accel-{save}-{self.rank:05d}.safetensors"
 
         def write() -> tuple[None, Written | None]:
             storage.make(self.directory)
@@ -259,12 +261,12 @@ class Writing:
             raise
 
         def replace_record() -> None:
-            if commit is None:
+            if self.rank:
                 return
             # The number of a rank's file. Ranks that write nothing have none.
             numbers = itertools.accumulate(map(bool, files), initial=0)
             record = Record(
-                id=self.messages[0].save,
+                id=save,
                 time=time.time(),
                 world_size=len(files),
                 files=list(filter(None, files)),
@@ -272,19 +274,7 @@ class Writing:
                 values=self.values,
                 ranks=[message.own for message in self.messages if message.own],
             )
-            check_visible(self.directory, record)
-            commit.put(record, keep=self.keep)
+            folder.commit(self.directory, self.version, record, keep=self.keep)
             log_end(self.directory, "saved", record.nbytes, self.begin)
 
         on_every_rank("accel.save (the record)", replace_record, gather)
-
-
-def check_visible(directory: str, record: Record) -> None:
-    """Raise if rank 0 does not see the files of all ranks."""
-    try:
-        folder.check_sizes(directory, record)
-    except CheckpointError as error:
-        raise CheckpointError(
-            "A rank wrote its file, and rank 0 does not see it whole: save into a directory of "
-            f"this job alone, on a file system that all nodes share ({error})"
-        ) from error

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ..errors import AccelError, CheckpointError
-from ..process import Process, rank, reason_of, running
+from ..process import Process, rank, reason_of, running, world_size
 from ..process.control import agree, raise_together
 from ..process.packing import gather_values
 
@@ -26,6 +26,13 @@ M = TypeVar("M")
 
 #: Gives every rank's value of a step.
 Gather = Callable[[str, object], list[Any]]
+#: A text for ``check_equal``.
+ARGUMENTS: Final = (
+    "{name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
+    "Pass the same {name} on every rank."
+)
+#: The name of the process group of the thread that saves.
+_GROUP: Final = "accel background"
 
 
 def exchange(
@@ -59,12 +66,10 @@ def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
 
 def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
     """Run ``act`` with the rank and the world size, on all ranks if accel runs on several."""
-    process = running()
-    if process is None:
+    if running() is None:
         on_every_rank(function, lambda: act(0, 1), lambda step, value: [value])
     else:
-        place = process.place
-        on_every_rank(function, lambda: act(place.rank, place.world_size))
+        on_every_rank(function, lambda: act(rank(), world_size()))
 
 
 def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
@@ -78,12 +83,6 @@ def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
                 if other != first:
                     values = {"name": name, "first": first, "other": other}
                     raise CheckpointError(text.format(rank=number, **values))
-
-
-ARGUMENTS: Final = (
-    "{name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
-    "Pass the same {name} on every rank."
-)
 
 
 def digest(value: Any) -> str:
@@ -127,10 +126,6 @@ def background_gather(process: Process) -> Gather:
     return gather
 
 
-#: The name of the process group of the thread.
-_GROUP: Final = "accel background"
-
-
 def explain(error: BaseException) -> str:
     """Return an error as a part of a sentence."""
     if isinstance(error, AccelError):
@@ -159,7 +154,6 @@ def parsing(problem: str) -> Iterator[None]:
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
     """Log the end of a call on rank 0. ``begin`` is its begin, by ``time.monotonic``."""
     if rank() == 0:
-        seconds = time.monotonic() - begin
-        rate = nbytes / max(seconds, 1e-9) / 1e6
+        megabytes, seconds = nbytes / 1e6, time.monotonic() - begin
         text = "%s: %s, %.1f MB in %.2f s (%.0f MB/s)"
-        logger.info(text, directory, done, nbytes / 1e6, seconds, rate)
+        logger.info(text, directory, done, megabytes, seconds, megabytes / seconds)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import secrets
 import time
@@ -18,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
-from .steps import explain
 
 if TYPE_CHECKING:
     from .remote import Remote
@@ -28,11 +26,9 @@ Storage: TypeAlias = "Local | Remote"
 #: Gives the bytes of a new file.
 Content = Callable[[], Iterable["bytes | bytearray | memoryview"]]
 
-RECORD: Final = "accel.json"
 #: Bytes under one checksum.
 CHUNK: Final = 4 << 20
 _MAX_VECTORS: Final = 512
-_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def storage_of(path: str) -> Storage:
@@ -51,27 +47,16 @@ def read_whole(path: str) -> bytes:
         return bytes(file.read(0, file.size))
 
 
-def check_size(path: str, size: int, written: int) -> None:
-    """Raise for a file of another size than in the record. -1: there is none."""
-    if size < 0:
-        raise CheckpointError(
-            f"{path} is missing: the checkpoint is not complete, or a save has replaced it. "
-            "Load again, or load another one."
-        )
-    if size != written:
-        raise CheckpointError(
-            f"{path} has {size} bytes, but {written} were written: it was cut or changed. "
-            "Load another checkpoint."
-        )
-
-
 class StoreError(OSError):
     """A failure of a store, which may still have the file."""
 
 
-def replaced(path: str) -> FileExistsError:
+def replaced(path: str) -> CheckpointError:
     """Return the error for a record by another job, written in between."""
-    return FileExistsError(errno.EEXIST, "another record was written", path)
+    return CheckpointError(
+        f"{path} is another job's: it has saved there since this save began. "
+        "Give each job its own directory."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +89,12 @@ class Local:
     is_directory = staticmethod(os.path.isdir)
     rename = staticmethod(os.replace)
 
-    def real(self, path: str) -> str:
-        """Return the path without links."""
-        return os.path.realpath(path)
-
-    def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
-        """Return the sizes of files, and -1 for each missing one."""
-        sizes = []
-        for name in names:
-            path = os.path.join(directory, name)
-            sizes.append(os.stat(path).st_size if os.path.lexists(path) else -1)
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the sizes of the files in a directory by name."""
+        sizes = {}
+        for name in os.listdir(directory):
+            with contextlib.suppress(FileNotFoundError):  # another job has removed it
+                sizes[name] = os.stat(os.path.join(directory, name)).st_size
         return sizes
 
     def modified(self, path: str) -> float | None:
@@ -140,32 +121,24 @@ class Local:
 
     def sync(self, directory: str) -> None:
         """Make the names in a directory durable."""
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
 
     @contextlib.contextmanager
-    def open(self, path: str, size: int | None = None) -> Iterator[File]:
-        """Open a file. Raises CheckpointError if it is missing or doesn't have this size."""
+    def open(self, path: str) -> Iterator[File]:
+        """Open a file."""
+        fd = os.open(path, os.O_RDONLY)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                check_size(path, -1, 0)
-            raise CheckpointError(explain(error)) from error
-        try:
-            found = os.fstat(fd).st_size
-            if size is not None:
-                check_size(path, found, size)
-            yield File(path, found, partial(_fill, fd, path))
+            yield File(path, os.fstat(fd).st_size, partial(_fill, fd, path))
         finally:
             os.close(fd)
 
     def create(self, path: str, size: int, content: Content) -> None:
         """Write a new file, durably. After an error it does not exist."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             at = 0
             for block in content():
@@ -175,7 +148,7 @@ class Local:
                 # The disk would be idle until the fsync. macOS has no such call.
                 if hasattr(_libc, "sync_file_range"):
                     start, count = ctypes.c_longlong(at), ctypes.c_longlong(len(block))
-                    _libc.sync_file_range(fd, start, count, _START_WRITING)
+                    _libc.sync_file_range(fd, start, count, 2)  # SYNC_FILE_RANGE_WRITE
                 at += len(block)
             os.fsync(fd)
         except BaseException as error:
@@ -189,7 +162,7 @@ class Local:
             os.close(fd)
 
     def put(self, path: str, content: bytes, version: str) -> None:
-        """Replace a file, durably, if it still has this version; else raise FileExistsError."""
+        """Replace a file, durably, or raise if it doesn't have this version any more."""
         directory = os.path.dirname(path)
         passing = os.path.join(directory, f".accel-{secrets.token_hex(6)}.record")
         self.create(passing, len(content), lambda: [content])
@@ -213,11 +186,6 @@ class Local:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
-    def remove_directory(self, directory: str) -> None:
-        """Remove a directory if it is empty."""
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)
-
 
 def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
     left = list(filter(None, views))
@@ -226,7 +194,7 @@ def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
             count = os.preadv(fd, left[:_MAX_VECTORS], offset)
         except OSError as error:
             error.filename = path
-            raise CheckpointError(explain(error)) from error
+            raise
         if count == 0:
             raise CheckpointError(
                 f"{path} ends at byte {offset}, inside a tensor. Load another checkpoint."

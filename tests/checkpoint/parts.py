@@ -18,7 +18,7 @@ from accel.checkpoint.layout import Run
 from accel.checkpoint.objects import ModuleObject, OptimizerObject, StateObject
 from accel.checkpoint.plan import make_plan
 from accel.checkpoint.record import Record
-from accel.checkpoint.save import check_visible, contents_of
+from accel.checkpoint.save import contents_of
 from accel.checkpoint.shards import LocalShard, Written
 from accel.checkpoint.storage import storage_of
 from accel.checkpoint.values import Encoder, Json
@@ -35,7 +35,7 @@ class Parts(StateObject):
         self.parts, self._equal = list(shards), equal
 
     def shards(self) -> Iterator[LocalShard]:
-        return (self.local_shard(one, self._equal) for one in self.parts)
+        return (LocalShard(self.named(one), self._equal) for one in self.parts)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"extra": {}}
@@ -81,14 +81,14 @@ class Job:
         self.directory, self.save = directory, secrets.token_hex(6)
         self.contents = [contents_of(state, None) for state in states]
         self.plan = make_plan(tuple(one.listing for one in self.contents))
-        self.commit = folder.Commit(directory)
+        self.version = folder.version_of(directory)
 
     def write(self) -> Mapping[int, Written]:
         storage_of(self.directory).make(self.directory)
         files = {}
         for rank, one in enumerate(self.contents):
             if items := shards.items_of(self.plan.entries(rank), one.shards):
-                files[rank] = shards.write(self.directory, folder.shard_name(self.save, rank), items)
+                files[rank] = shards.write(self.directory, f"accel-{self.save}-{rank:05d}.safetensors", items)
         return files
 
     def finish(self, files: Mapping[int, Written]) -> None:
@@ -100,8 +100,7 @@ class Job:
             tensors=self.plan.stored({rank: number for number, rank in enumerate(files)}),
             values=self.contents[0].values,
         )
-        check_visible(self.directory, new)
-        self.commit.put(new)
+        folder.commit(self.directory, self.version, new)
 
 
 def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: bool = True) -> None:
