@@ -8,7 +8,7 @@ The files in the order in which a tensor goes through them:
 
 Both use storage and remote for disks and object stores, values for what is not a tensor, and steps
 for what all ranks do together. background runs a save in a thread. weights reads and writes the
-files of transformers and diffusers. old_format reads what accel 0.1 wrote.
+files of transformers and diffusers.
 """
 
 from .folder import latest, link, verify

@@ -104,7 +104,7 @@ def load(
         directory = folder.absolute(dir)
         loading = Loading(directory, open_checkpoint(directory, state), state, convert)
         # 1,000 ranks that ask for the sizes of 1,000 files are slow.
-        if loading.record.version and rank() == 0:
+        if loading.record.id and rank() == 0:
             folder.check_sizes(directory, loading.record)
         loading.decode()
         loading.summary.arguments = {"strict": strict, "convert": convert}

@@ -65,13 +65,20 @@ def open_checkpoint(directory: str, state: Any) -> Record:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             if dtype not in BY_NAME:
                 raise CheckpointError(f"{path}: accel can't load {key!r} of dtype {dtype}.")
-            box = ((0, math.prod(shape)),)
-            runs = (Run(len(files), box),) if math.prod(shape) else ()
-            tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, {(len(files), box): (key, 0)})
+            count = math.prod(shape)
+            runs = (Run(len(files), ((0, count),)),) if count else ()
+            tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, key)
         files.append(Written(path, file.size, ()))
     digits = shards.checksum(repr((files, tensors)).encode())
-    form: dict[str, Any] = {"id": "", "time": 0.0, "world_size": 1, "version": 0}
-    return Record(files=files, tensors=tensors, values=values, digits=digits, **form)
+    return Record(
+        id="",
+        time=0.0,
+        world_size=1,
+        files=files,
+        tensors=tensors,
+        values=values,
+        digits=digits,
+    )
 
 
 def _entries_in(file: File) -> Mapping[str, dict[str, Any]]:
@@ -92,17 +99,13 @@ def weights_at(path: str) -> str | None:
         return None
     if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
         return path if storage.version(path) and not storage.is_directory(path) else None
-    entrances = []
+    # transformers takes the first one too.
     for stem in STEMS.values():
-        for name in (f"{stem}.safetensors.index.json", f"{stem}.safetensors"):
-            if storage.version(os.path.join(path, name)):
-                entrances.append(os.path.join(path, name))
-    if len(entrances) > 1:
-        raise CheckpointError(
-            f"Found both {entrances[0]} and {entrances[1]}. "
-            "Pass one of these files, or remove the other."
-        )
-    return entrances[0] if entrances else None
+        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            entrance = os.path.join(path, name)
+            if storage.version(entrance):
+                return entrance
+    return None
 
 
 def _files(entrance: str) -> list[str]:
