@@ -71,11 +71,11 @@ class Record:
     """The content of ``accel.json``."""
 
     #: A name for the save, which is in the names of its files. Empty for another library's.
-    id: str
+    id: str = ""
     #: Seconds since 1970 at the commit.
-    time: float
+    time: float = 0.0
     #: The number of ranks that saved.
-    world_size: int
+    world_size: int = 1
     files: Sequence[Written]
     tensors: Mapping[str, Stored]
     #: The state without its tensors, as ``values.py`` writes it.

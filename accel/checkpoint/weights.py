@@ -26,7 +26,7 @@ from .record import Record, Stored
 from .shards import BY_NAME, ITEM_BYTES, NAMES, Entry, Written, batched
 from .state import State, name_of
 from .steps import log_end, on_running_ranks, parsing
-from .storage import Content, File, read_whole, storage_of
+from .storage import read_whole, storage_of
 from .values import TAG, Decoder, Json, items_of
 
 #: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` with an index.
@@ -48,8 +48,8 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     models = [leaf.keys for leaf in leaves if isinstance(leaf.value, nn.Module)]
     if len(models) != 1 and state is not None:
         raise CheckpointError(
-            f"{directory} has the weights of one model, and the state has {len(models)} models. "
-            'Load them into {"model": model}.'
+            f"{directory} has the weights of one model, and the state has "
+            f'{len(models)} models. Load them into {{"model": model}}.'
         )
     keys = models[0] if models else ()
     name = name_of(keys)
@@ -59,8 +59,9 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     files: list[Written] = []
     tensors = {}
     for path in _files(entrance):
-        with storage_of(path).open(path) as file:
-            entries = _entries_in(file)
+        problem = f"{path} is not a whole safetensors file"
+        with storage_of(path).open(path) as file, parsing(problem):
+            entries = shards.parse_header(shards.read_header(file))
         for key, entry in entries.items():
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             if dtype not in BY_NAME:
@@ -70,26 +71,7 @@ def open_checkpoint(directory: str, state: Any) -> Record:
             tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, key)
         files.append(Written(path, file.size, ()))
     digits = shards.checksum(repr((files, tensors)).encode())
-    return Record(
-        id="",
-        time=0.0,
-        world_size=1,
-        files=files,
-        tensors=tensors,
-        values=values,
-        digits=digits,
-    )
-
-
-def _entries_in(file: File) -> Mapping[str, dict[str, Any]]:
-    """Return the entries of a file of weights, once it is known to be whole."""
-    with parsing(f"{file.path} is not a whole safetensors file"):
-        header = shards.read_header(file)
-        entries = shards.parse_header(header)
-        end = max([len(header), *(len(header) + e["data_offsets"][1] for e in entries.values())])
-        if end != file.size:
-            raise ValueError(f"its tensors end at byte {end}, and the file at {file.size}")
-    return entries
+    return Record(files=files, tensors=tensors, values=values, digits=digits)
 
 
 def weights_at(path: str) -> str | None:
@@ -188,48 +170,43 @@ def export(
             raise CheckpointError(f"{directory}: the model {model!r} has {problem}.")
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
         content = functools.partial(_content, BoxReader(directory, saved), f"{model}/")
-        _write(folder.absolute(out), _named(batches, STEMS[library], content), overwrite)
-        log_end(folder.absolute(out), "exported", sum(map(size_of, entries)), begin)
+        target = folder.absolute(out)
+        _write(target, _named(batches, STEMS[library], content), overwrite)
+        log_end(target, "exported", sum(map(size_of, entries)), begin)
 
     on_running_ranks("accel.export", act)
 
 
 def _named(
-    batches: Sequence[list[Entry]], stem: str, content_of: Callable[[list[Entry]], Any]
-) -> dict[str, Content]:
+    batches: Sequence[list[Entry]],
+    stem: str,
+    content_of: Callable[[list[Entry]], Iterator[memoryview]],
+) -> dict[str, Iterator[memoryview]]:
     """Return the content of each file. The index of several files comes last."""
-    files: dict[str, Content] = {}
-    weight_map: dict[str, str] = {}
-    nbytes = 0
+    files, weight_map, count, nbytes = {}, {}, len(batches), 0
     for number, entries in enumerate(batches, 1):
-        part = f"-{number:05d}-of-{len(batches):05d}" if len(batches) > 1 else ""
+        part = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
         file = f"{stem}{part}.safetensors"
-        files[file] = functools.partial(content_of, entries)
+        files[file] = content_of(entries)
         for entry in entries:
             weight_map[entry.name] = file
             nbytes += entry.nbytes
-    if len(batches) > 1:
+    if count > 1:
         index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
         text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
-        files[f"{stem}.safetensors.index.json"] = lambda: [text]
+        files[f"{stem}.safetensors.index.json"] = iter([memoryview(text)])
     return files
 
 
-def _content(
-    reader: BoxReader, prefix: str, entries: list[Entry]
-) -> Iterator[bytearray | memoryview]:
+def _content(reader: BoxReader, prefix: str, entries: list[Entry]) -> Iterator[memoryview]:
     """Give the bytes of a file with tensors of a checkpoint."""
     # safetensors needs aligned elements, so wide ones are first.
     entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
-
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(shards.build_header(entries))
-        for batch in batched(entries, size_of, _BATCH):
-            tensors = reader.read(prefix + entry.name for entry in batch)
-            for tensor, entry in zip(tensors.values(), batch, strict=True):
-                yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
-
-    return shards.blocks(parts())
+    yield memoryview(shards.build_header(entries))
+    for batch in batched(entries, size_of, _BATCH):
+        tensors = reader.read(prefix + entry.name for entry in batch)
+        for tensor, entry in zip(tensors.values(), batch, strict=True):
+            yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
 
 
 def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> list[Entry]:
@@ -251,7 +228,7 @@ def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> lis
     return entries
 
 
-def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
+def _write(out: str, files: Mapping[str, Iterator[memoryview]], overwrite: bool) -> None:
     """Write files, and remove the weights that are there."""
     storage = storage_of(out)
     names = storage.names(out) if storage.is_directory(out) else []
@@ -265,10 +242,10 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
     for name, content in files.items():
         path = os.path.join(out, f".{name}.tmp")
         storage.remove(path)  # of an export that failed
-        storage.create(path, 0, content)
+        storage.create(path, 0, functools.partial(shards.blocks, content))
     storage.sync(out)
-    # A library never sees old files next to new ones: the file or index to open is removed first
-    # and added last.
+    # A library never sees old files next to new ones: the file or index
+    # to open is removed first and added last.
     for name in old:
         storage.remove(os.path.join(out, name))
     for name in files:
@@ -279,11 +256,9 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
 def _parse_size(size: int | str) -> int:
     """Return ``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30 each) in bytes."""
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(I?)B?", str(size).upper())
-    number = 0.0
-    if match and type(size) in (int, str):
-        number = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    if number < 1:
+    if match is None:
         raise CheckpointError(
             f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
         )
-    return int(number)
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
