@@ -1,4 +1,4 @@
-"""Load: match the state with the record on every rank, agree, and fill the state in place."""
+"""Load: match the state with the record, agree with all ranks, and fill it in place."""
 
 from __future__ import annotations
 
@@ -90,11 +90,8 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, of another format, or does not fit. It
-            is raised on every rank. Checksums are compared while tensors are filled, so if the
-            state may be partly filled, the error says so.
-
-    Note:
-        Call ``accel.verify(dir)`` first to find damage before anything is changed.
+            is raised on every rank, and says if the state may be partly filled. To find damage
+            before that, call ``accel.verify(dir)`` first.
     """
     current()
     begin = time.monotonic()
@@ -196,21 +193,20 @@ class Loading:
         left_out = self._match.left_out
         # Optimizers of torch accept a state dict without its tensors, and begin anew.
         if left_out and rank() == 0:
-            logger.warning(
-                "%s: accel.load without a state returns no tensors: %d are left out, such as %s. "
-                'Pass their objects, as in accel.load(dir, {"optimizer": optimizer}).',
-                self.directory,
-                len(left_out),
-                left_out[0],
+            text = (
+                "%s: accel.load without a state returns no tensors: %d are left out, "
+                'such as %s. Pass their objects, as in accel.load(dir, {"model": model}).'
             )
+            logger.warning(text, self.directory, len(left_out), left_out[0])
         for entry in self.objects.values():
             # Missing state of optimizers is created later.
             on_meta = any(slot.tensor.is_meta for slot in entry.wanted)
             if on_meta and not isinstance(entry, OptimizerObject):
-                text = f"{entry.path} is on the meta device. Call module.to_empty(device=...) first"
-                self.summary.unfit.append(text)
+                text = "is on the meta device. Call module.to_empty(device=...) first"
+                self.summary.unfit.append(f"{entry.path} {text}")
             if isinstance(entry, RankObject):
-                entry.node["ranks"] = [own[entry.node["name"]] for own in self.record.ranks]
+                name = entry.node["name"]
+                entry.node["ranks"] = [own[name] for own in self.record.ranks]
             entry.values = entry.decode(self._decoder)
 
     @property
@@ -220,7 +216,7 @@ class Loading:
         return sorted(filter(None, engines), key=lambda engine: engine.serial)
 
     def apply(self) -> Any:
-        """Change the state. If this raises, the state is partly filled, and the error says so."""
+        """Change the state. Errors say that it is partly filled."""
         try:
             self._restart_guards()
             self._fill(Stage.STATE_DICTS)
@@ -239,7 +235,7 @@ class Loading:
                 entry.fill(entry.values)
 
     def _restart_guards(self) -> None:
-        """Forget interrupted steps of models that are loaded with all their optimizers."""
+        """Forget interrupted steps of models loaded with all their optimizers."""
         raws = {id(getattr(entry, entry.kind, None)) for entry in self.objects.values()}
         for engine in self.engines:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
@@ -276,7 +272,7 @@ def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """Return a function that fills a deferred module's handle, or None without weights. Local."""
+    """Return a function to fill a deferred module's handle, or None. Local."""
     source = weights_of(module)
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""Match a user's state with the saved values: objects to fill, values to replace, differences."""
+"""Match a state with the saved values: objects to fill, values to replace, differences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _describe(node: Json) -> str:
 
 @dataclass(slots=True)
 class Summary:
-    """The result of matching a state with a checkpoint on one rank. The ranks exchange it."""
+    """A rank's differences to the checkpoint. The ranks exchange them."""
 
     #: Paths in the state alone.
     missing: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Summary:
 
 @final
 class Match:
-    """A state next to the saved values. ``update`` replaces plain values, after ``decode``."""
+    """A state next to the saved values. After ``decode``, ``update`` replaces values."""
 
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
@@ -104,7 +104,8 @@ class Match:
         updates: dict[Any, Apply] = {}
         for key, item in items_of(value):
             if key in saved:
-                updates[key] = self._visit(item, tree[key], saved.pop(key), place(path, key))
+                part, saved_node = tree[key], saved.pop(key)
+                updates[key] = self._visit(item, part, saved_node, place(path, key))
             else:
                 self.summary.missing.append(place(path, key))
         # A dict of plain values gets new keys: a history may have grown.
@@ -150,7 +151,7 @@ class Match:
             self._decoded.append(self._decode(node, "state"))
 
     def _decode(self, node: Json, path: str) -> Any:
-        """Return a value without its objects. Dicts leave them out, lists have None instead."""
+        """Return a value without its objects, and with None for those in lists."""
         if not _holds_objects(node):
             return self._decoder.decode(node)
         children = self._decoder.children(node) or {}
@@ -167,7 +168,7 @@ class Match:
 
 
 def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
-    """Replace the items of a container, and return it. Of a tuple a new one is returned."""
+    """Replace the items of a container. Return it, or a new tuple."""
     items = list(container) if isinstance(container, tuple) else container
     for key, update in updates.items():
         items[key] = update()
@@ -208,7 +209,7 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
 
 
 def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
-    """Return the reason for not reading a saved tensor into a shard, or an empty string."""
+    """Return the reason if a saved tensor doesn't fit, or an empty string."""
     old, new = BY_NAME[stored.dtype], slot.tensor.dtype
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"

@@ -1,7 +1,7 @@
-"""Read tensors out of shard files: each chunk once, and its checksum is compared on the way.
+"""Read tensors out of shard files: each chunk once, with its checksum.
 
-A chunk that consists of plain host memory is read into its place. Any other chunk is read into a
-staging buffer, and its elements are copied from there to devices, other dtypes and cut boxes.
+A chunk of plain host memory is read into its place. Any other chunk is read into a staging
+buffer. Its elements are copied from there to devices, other dtypes and cut boxes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cores() -> int:
 
 
 def share() -> int:
-    """Return the number of threads for this rank, because a node's ranks share its cores."""
+    """Return this rank's number of threads: a node's ranks share its cores."""
     process = running()
     ranks = 1 if process is None else process.place.local_world_size
     return max(1, min(_MAX_THREADS, cores() // ranks))
@@ -86,7 +86,7 @@ class _Piece:
         return self.start + element * self.dtype.itemsize
 
     def view(self, begin: int, end: int) -> memoryview | None:
-        """Return the target's memory for a range of elements, or None if their bytes differ."""
+        """Return the target's memory for a range, or None if its bytes differ."""
         target, size = self.target, self.dtype.itemsize
         first, last = span(self.wanted, self.sizes)
         if target.device.type != "cpu" or target.dtype is not self.dtype:
@@ -98,7 +98,7 @@ class _Piece:
         return memory(target)[(begin - first) * size : (end - first) * size]
 
     def blocks(self, begin: int, end: int) -> Iterator[tuple[int, Box, Box]]:
-        """Give the boxes of a range of elements: the place in it, the box, and its wanted part."""
+        """Give the boxes of a range: the place in it, the box, its wanted part."""
         at = 0
         for box in expanded(((begin, end),), self.sizes):
             common = intersection(box, self.wanted)
@@ -146,7 +146,7 @@ def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, 
         sizes = shape_of(box)
         count = math.prod(sizes)
         if count == tensor.numel():
-            # It may have any strides, as the parameter of a convolution in channels_last.
+            # It may have any strides, as a convolution in channels_last.
             yield box, tensor.view(sizes)
         else:
             yield box, tensor.view(-1)[start : start + count].view(sizes)
@@ -314,7 +314,7 @@ class BoxReader:
         self._file = file
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Read shards, each named as its tensor in the record, into memory of any device."""
+        """Read shards, named as in the record, into memory of any device."""
         wanted: dict[int, list[_Piece]] = {}
         devices = set[torch.device]()
         for shard in shards:

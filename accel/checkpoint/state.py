@@ -23,13 +23,11 @@ PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def name_of(keys: Sequence[object]) -> str:
-    """Return the name of the tensor, or the first part of its name, under these keys."""
+    """Return the name, or its first part, of a tensor under these keys."""
     return "/".join(map(_component, keys))
 
 
 def _component(key: object) -> str:
-    if type(key).__module__ == "numpy":
-        key = key.item()  # type: ignore[attr-defined]
     text = key if isinstance(key, str) else f"[{key!r}]"
     text = text.replace("%", "%25").replace("/", "%2F")
     is_reserved = isinstance(key, str) and text[:1] in ("[", OF_VALUES)
@@ -42,8 +40,8 @@ def is_object(value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
         return True
-    save, load = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
-    return callable(save) and callable(load)
+    save = getattr(value, "state_dict", None)
+    return callable(save) and callable(getattr(value, "load_state_dict", None))
 
 
 @final
@@ -59,7 +57,8 @@ class Leaf(Placeholder):
 class State:
     """A user's state, a nested dict.
 
-    ``tree`` is the state with a ``Leaf`` for each object. A container without objects is itself.
+    ``tree`` is the state with a ``Leaf`` for each object.
+    A container without objects is itself.
     """
 
     def __init__(self, state: Any) -> None:
@@ -75,7 +74,8 @@ class State:
         self._modules: list[nn.Module] = []
         for leaf in self.leaves:
             if type(leaf.value) is ModelHandle:
-                self._modules.append(raw(leaf.value))  # also if its engine was torn down
+                # Also if its engine was torn down.
+                self._modules.append(raw(leaf.value))
             elif isinstance(leaf.value, nn.Module):
                 self._modules.append(resolve_module(leaf.value)[0])
 
@@ -102,7 +102,7 @@ class State:
         return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """Return the state as JSON, and its objects. The caller fills their nodes in the JSON."""
+        """Return the state as JSON, and its objects. The caller fills their nodes."""
         objects = []
         for leaf in self.leaves:
             objects.append(self.object_of(leaf))

@@ -1,4 +1,4 @@
-"""Safetensors files of transformers and diffusers: read them like a checkpoint, export them."""
+"""Weights of transformers and diffusers: read them like a checkpoint, export them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _WEIGHTS: Final = re.compile(
     rf"({'|'.join(STEMS.values())})(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
+Content = Iterator[memoryview]
 #: Bytes of tensors that an export reads at a time.
 _BATCH: Final = 32 << 20
 size_of: Final = operator.attrgetter("nbytes")
@@ -75,12 +76,12 @@ def open_checkpoint(directory: str, state: Any) -> Record:
 
 
 def weights_at(path: str) -> str | None:
-    """Return the file or the index of weights at a path, or None if there is a checkpoint."""
+    """Return the file or the index of weights at a path, or None."""
     storage = storage_of(path)
     if record.exists(path):
         return None
     if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
-        return path if storage.version(path) and not storage.is_directory(path) else None
+        return path if storage.version(path) else None
     # transformers takes the first one too.
     for stem in STEMS.values():
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
@@ -103,7 +104,7 @@ def _files(entrance: str) -> list[str]:
 
 
 def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
-    """Return the name and the node of a saved model. ``name`` may be None if there is only one."""
+    """Return the name and the node of a saved model. None: there must be only one."""
     tensors: dict[str, torch.Tensor] = {}
     models = dict(_models(saved.values, Decoder(directory, tensors.__getitem__), ()))
     first = next(iter(models), None)
@@ -162,12 +163,13 @@ def export(
             return
         begin, directory = time.monotonic(), folder.absolute(dir)
         saved = record.read(directory)
-        folder.check_sizes(directory, saved)
         model, node = choose(directory, saved, name)
         entries = _entries(saved, f"{model}/", dtype)
         if node["extra"] or not entries:
-            problem = "extra state, which these files can't hold" if entries else "no tensors"
-            raise CheckpointError(f"{directory}: the model {model!r} has {problem}.")
+            problem = "extra state, which these files can't hold"
+            raise CheckpointError(
+                f"{directory}: the model {model!r} has {problem if entries else 'no tensors'}."
+            )
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
         content = functools.partial(_content, BoxReader(directory, saved), f"{model}/")
         target = folder.absolute(out)
@@ -178,10 +180,8 @@ def export(
 
 
 def _named(
-    batches: Sequence[list[Entry]],
-    stem: str,
-    content_of: Callable[[list[Entry]], Iterator[memoryview]],
-) -> dict[str, Iterator[memoryview]]:
+    batches: Sequence[list[Entry]], stem: str, content_of: Callable[[list[Entry]], Content]
+) -> dict[str, Content]:
     """Return the content of each file. The index of several files comes last."""
     files, weight_map, count, nbytes = {}, {}, len(batches), 0
     for number, entries in enumerate(batches, 1):
@@ -198,7 +198,7 @@ def _named(
     return files
 
 
-def _content(reader: BoxReader, prefix: str, entries: list[Entry]) -> Iterator[memoryview]:
+def _content(reader: BoxReader, prefix: str, entries: list[Entry]) -> Content:
     """Give the bytes of a file with tensors of a checkpoint."""
     # safetensors needs aligned elements, so wide ones are first.
     entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
@@ -228,7 +228,7 @@ def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> lis
     return entries
 
 
-def _write(out: str, files: Mapping[str, Iterator[memoryview]], overwrite: bool) -> None:
+def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
     """Write files, and remove the weights that are there."""
     storage = storage_of(out)
     names = storage.names(out) if storage.is_directory(out) else []
