@@ -1,4 +1,4 @@
-"""Match a state with the saved values: objects to fill, values to replace, differences."""
+"""Match a state with the saved values: objects, values and differences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Summary:
 
 @final
 class Match:
-    """A state next to the saved values. After ``decode``, ``update`` replaces values."""
+    """A state next to the saved values. ``update`` replaces values, after ``decode``."""
 
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
@@ -119,8 +119,8 @@ class Match:
             if not _holds_objects(node):
                 updates[key] = self._take(node)
             elif not value:
-                text = f"{path} is an empty dict, and the checkpoint has the object "
-                self.summary.unfit.append(text + place(path, key))
+                text = "is an empty dict, and the checkpoint has the object"
+                self.summary.unfit.append(f"{path} {text} {place(path, key)}")
         return updates
 
     def _visit_object(self, leaf: Leaf, node: Json) -> None:

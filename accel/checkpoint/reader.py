@@ -1,7 +1,7 @@
 """Read tensors out of shard files: each chunk once, with its checksum.
 
-A chunk of plain host memory is read into its place. Any other chunk is read into a staging
-buffer. Its elements are copied from there to devices, other dtypes and cut boxes.
+A chunk of plain host memory is read into its place. Others go through a staging buffer:
+their elements are copied to devices, other dtypes and cut boxes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _MAX_THREADS: Final = 8
 #: Chunks in the staging buffer, or more if more threads read.
 _STAGED: Final = 4
 _ALIGN: Final = 64
-#: Headers that are not read again. Each may have very many entries.
-_MAX_HEADERS: Final = 16
 
 
 def cores() -> int:
@@ -52,7 +50,7 @@ def share() -> int:
 
 
 def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> None:
-    """Call ``act`` for all items. Raises the error of the first item with an error."""
+    """Call ``act`` for all items. Raises the error of the first that fails."""
     if threads == 1 or len(items) < 2:
         for item in items:
             act(item)
@@ -126,6 +124,7 @@ def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
         # Ranges in row-major order need no dimensions. Most tensors are stored as such ranges.
         shape = (stored.numel,)
     targets = list(_targets(tensor, expanded(region, shape)))
+    dtype = BY_NAME[stored.dtype]
     for file, box in stored.overlaps(region):
         key, first = stored.key or key_of(shard.name, stored.shape, box), 0
         for source in expanded(box, shape):
@@ -135,7 +134,7 @@ def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
                 if common is not None:
                     part = target[slices(relative(common, own))]
                     wanted = relative(common, source)
-                    yield file, _Piece(key, BY_NAME[stored.dtype], first, sizes, wanted, part)
+                    yield file, _Piece(key, dtype, first, sizes, wanted, part)
             first += math.prod(sizes)
 
 
@@ -158,7 +157,7 @@ def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, 
 
 @dataclass(slots=True)
 class _Chunk:
-    """The bytes under one checksum, with ranges of elements of the pieces in them."""
+    """The bytes under a checksum, and the ranges of pieces in them."""
 
     number: int
     begin: int
@@ -168,7 +167,7 @@ class _Chunk:
     views: Sequence[memoryview] = ()
 
     def find_views(self) -> bool:
-        """Set ``views`` to the memory of the targets if the chunk consists of it."""
+        """Set ``views`` to the memory of the targets if that is all of it."""
         views, at = [], self.begin
         for piece, begin, end in self.segments:
             view = piece.view(begin, end)
@@ -183,7 +182,8 @@ class _Chunk:
         """Copy the bytes of the chunk to the targets."""
         data = memory(room)
         for piece, begin, end in self.segments:
-            first, last = piece.byte_of(begin) - self.begin, piece.byte_of(end) - self.begin
+            first = piece.byte_of(begin) - self.begin
+            last = piece.byte_of(end) - self.begin
             view = piece.view(begin, end)
             if view is None:
                 piece.copy_from(room[first:last], begin, end)
@@ -285,9 +285,8 @@ class _ShardFile:
                 return
         names = [piece.key for piece, _, _ in chunk.segments] or self._keys
         inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
-        raise CheckpointError(
-            f"{file.path} is damaged between bytes {chunk.begin} and {chunk.end}{inside}. {OTHER}"
-        )
+        place = f"between bytes {chunk.begin} and {chunk.end}{inside}"
+        raise CheckpointError(f"{file.path} is damaged {place}. {OTHER}")
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -301,8 +300,11 @@ class BoxReader:
         self._record = record
         self._stage = host_memory(0, pinned=False)
         self._copies: list[Any] = []
+        #: The devices of the tensors to fill.
+        self._devices = set[torch.device]()
 
-        @functools.lru_cache(_MAX_HEADERS)
+        # Headers are kept for the next read. Each may have very many entries.
+        @functools.lru_cache(maxsize=16)
         def file(number: int) -> _ShardFile:
             written = record.files[number]
             # The files of other libraries have full paths.
@@ -316,19 +318,19 @@ class BoxReader:
     def fill(self, shards: Iterable[Shard]) -> None:
         """Read shards, named as in the record, into memory of any device."""
         wanted: dict[int, list[_Piece]] = {}
-        devices = set[torch.device]()
+        self._devices.clear()
         for shard in shards:
             if not shard.tensor.numel():
                 continue
             if is_remote(shard.tensor):
-                devices.add(shard.tensor.device)
+                self._devices.add(shard.tensor.device)
             for number, piece in _pieces_of(shard, self._record.tensors[shard.name]):
                 wanted.setdefault(number, []).append(piece)
         for number, pieces in sorted(wanted.items()):
             file = self._file(number)
             with file.opened(pieces):
-                self._read(file, pieces, devices)
-        finish(begun(devices))
+                self._read(file, file.chunks(pieces))
+        finish(begun(self._devices))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return full tensors, new and on the CPU."""
@@ -355,9 +357,9 @@ class BoxReader:
         with file.opened(()):
             in_threads(compare, range(start, len(file.checksums), step), file.threads)
 
-    def _read(self, file: _ShardFile, pieces: Sequence[_Piece], devices: set[torch.device]) -> None:
+    def _read(self, file: _ShardFile, chunks: Iterable[_Chunk]) -> None:
         ready, staged = [], []
-        for chunk in file.chunks(pieces):
+        for chunk in chunks:
             if chunk.number in file.kept:
                 chunk.copy_from(file.kept[chunk.number])
             elif chunk.find_views():
@@ -365,8 +367,9 @@ class BoxReader:
             else:
                 staged.append(chunk)
         places = max(_STAGED, file.threads)
-        if staged and (not len(self._stage) or (devices and not self._stage.is_pinned())):
-            self._stage = host_memory(places * (CHUNK + _ALIGN), pinned=bool(devices))
+        pinned = bool(self._devices)
+        if staged and (not len(self._stage) or pinned > self._stage.is_pinned()):
+            self._stage = host_memory(places * (CHUNK + _ALIGN), pinned=pinned)
         rooms = self._stage.split(CHUNK + _ALIGN)
         for at in range(0, len(staged), places):
             batch = staged[at : at + places]
@@ -376,5 +379,5 @@ class BoxReader:
             in_threads(file.read, batch, file.threads)
             for chunk, room in zip(batch, rooms, strict=False):
                 chunk.copy_from(room)
-            self._copies = begun(devices)
+            self._copies = begun(self._devices)
         in_threads(file.read, ready, file.threads)

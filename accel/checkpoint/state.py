@@ -1,4 +1,4 @@
-"""A user's state as a tree of dicts, lists and tuples, with objects as its leaves."""
+"""A user's state as a tree of dicts, lists and tuples, with objects as leaves."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ class Leaf(Placeholder):
 
 @final
 class State:
-    """A user's state, a nested dict.
-
-    ``tree`` is the state with a ``Leaf`` for each object.
-    A container without objects is itself.
-    """
+    """A user's state, a nested dict."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
@@ -69,6 +65,7 @@ class State:
             )
         self.state = state
         self.leaves: list[Leaf] = []
+        #: The state with a leaf for each object. A container without objects is itself.
         self.tree = self._flatten(state, ())
         #: A raw optimizer's parameters have the names that they have in one of these.
         self._modules: list[nn.Module] = []
@@ -92,7 +89,8 @@ class State:
             is_changed = is_changed or tree[key] is not item
         if not is_changed or isinstance(value, dict):
             return tree if is_changed else value
-        return tuple(tree.values()) if isinstance(value, tuple) else list(tree.values())
+        items = list(tree.values())
+        return tuple(items) if isinstance(value, tuple) else items
 
     def object_of(self, leaf: Leaf) -> StateObject:
         """Return the object to save or fill for a leaf."""

@@ -1,7 +1,4 @@
-"""Plain Python values as JSON with their types.
-
-Decoding builds only the types in ``_KINDS``, tensors and numpy arrays.
-"""
+"""Plain Python values as JSON with their types. Decoding runs no code."""
 
 from __future__ import annotations
 
@@ -129,8 +126,8 @@ class Encoder:
         if type(value) is list:
             return self._encode_items(enumerate(value), path)
         if type(value) is dict and TAG not in value and set(map(type, value)) <= {str}:
-            items = self._encode_items(value.items(), path)
-            return dict(zip(value, items, strict=True))
+            nodes = self._encode_items(value.items(), path)
+            return dict(zip(value, nodes, strict=True))
         return self._encode_tagged(value, path)
 
     def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
@@ -141,7 +138,8 @@ class Encoder:
         kind = _BY_TYPE.get(type(value))
         factory = value.default_factory if type(value) is defaultdict else None
         if kind is not None and factory in _FACTORIES.values():
-            tagged = {TAG: kind.tag, kind.key: self._encode_content(kind, value, path)}
+            content = self._encode_content(kind, value, path)
+            tagged = {TAG: kind.tag, kind.key: content}
             if kind.type is defaultdict:
                 tagged["factory"] = factory and factory.__name__
             return tagged
@@ -155,9 +153,9 @@ class Encoder:
             return self._encode_numpy(value, path)
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointError(
-            f"{path} is a {name.removeprefix('builtins.')}, which can't be stored "
-            "without pickle. Save its content as numbers, strings, containers or tensors, "
-            "or give it state_dict() and load_state_dict()."
+            f"{path} is a {name.removeprefix('builtins.')}, which can't be stored without "
+            "pickle. Save its content as numbers, strings, containers or tensors, or give "
+            "it state_dict() and load_state_dict()."
         )
 
     def _encode_content(self, kind: Kind, value: Any, path: str) -> Json:
@@ -217,7 +215,7 @@ class Decoder:
             return self._decode(data)
 
     def children(self, node: Json) -> dict[Any, Json] | list[Json] | None:
-        """Return the items of a dict, list or tuple as JSON, or None for others."""
+        """Return the JSON of a container's items, or None for other values."""
         if not isinstance(node, dict) or TAG not in node:
             return node if isinstance(node, dict | list) else None
         if node[TAG] == "tuple":
@@ -235,7 +233,8 @@ class Decoder:
             return {key: self._decode(item) for key, item in data.items()}
         if data[TAG] in _ARRAYS:
             is_tensor = data[TAG] == "tensor"
-            return self._decode_tensor(data) if is_tensor else self._decode_numpy(data)
+            decode = self._decode_tensor if is_tensor else self._decode_numpy
+            return decode(data)
         kind = _BY_TAG[data[TAG]]
         content = data[kind.key]
         if kind.key == "items":

@@ -1,4 +1,4 @@
-"""Weights of transformers and diffusers: read them like a checkpoint, export them."""
+"""Weights of transformers and diffusers: read them like a checkpoint, or export."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     for path in _files(entrance):
         problem = f"{path} is not a whole safetensors file"
         with storage_of(path).open(path) as file, parsing(problem):
-            entries = shards.parse_header(shards.read_header(file))
+            header = shards.read_header(file)
+            entries = shards.parse_header(header)
         for key, entry in entries.items():
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             if dtype not in BY_NAME:
@@ -104,7 +105,7 @@ def _files(entrance: str) -> list[str]:
 
 
 def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
-    """Return the name and the node of a saved model. None: there must be only one."""
+    """Return the name and node of a saved model. None: the only one."""
     tensors: dict[str, torch.Tensor] = {}
     models = dict(_models(saved.values, Decoder(directory, tensors.__getitem__), ()))
     first = next(iter(models), None)
@@ -112,7 +113,8 @@ def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mappin
     if chosen is None or chosen not in models:
         problem = f"{len(models)} models" if name is None else f"no model {name!r}"
         names = ", ".join(map(repr, models)) or "none"
-        raise CheckpointError(f"{directory} has {problem} ({names}). Choose with name={first!r}.")
+        text = f"{directory} has {problem} ({names})"
+        raise CheckpointError(f"{text}. Choose with name={first!r}.")
     return chosen, models[chosen]
 
 
@@ -140,21 +142,21 @@ def export(
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``.
 
-    transformers and vLLM load it. A large model becomes several files with an index. Tied weights
-    are written once, under their first name. Add the library's ``config.json`` yourself. You can
-    call this in one process. On several ranks, rank 0 writes.
+    transformers and vLLM load it. A large model becomes several files with an index. Tied
+    weights have their first name. Add ``config.json`` yourself. You can call this in one
+    process. On several ranks, rank 0 writes.
 
     Args:
         dir: a checkpoint.
         out: a directory, which is created if it doesn't exist.
         name: the model, such as ``"model"`` or ``"gan/generator"``, if there are several.
-        max_shard_size: bytes of a file, or text such as ``"5GB"``. Tensors are not split.
-        dtype: convert floating-point tensors to this dtype, such as ``"bfloat16"``.
+        max_shard_size: bytes of a file, or text such as ``"5GB"``.
+        dtype: convert floating-point tensors, such as to ``"bfloat16"``.
         overwrite: replace weights in ``out``.
         library: ``"diffusers"`` writes ``diffusion_pytorch_model.safetensors``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no such model, or ``out`` has weights.
+        CheckpointError: ``dir`` is damaged or has no such model, or ``out`` has weights.
     """
 
     def act(rank: int, world: int) -> None:
@@ -166,12 +168,11 @@ def export(
         model, node = choose(directory, saved, name)
         entries = _entries(saved, f"{model}/", dtype)
         if node["extra"] or not entries:
-            problem = "extra state, which these files can't hold"
-            raise CheckpointError(
-                f"{directory}: the model {model!r} has {problem if entries else 'no tensors'}."
-            )
+            problem = "it has extra state or no tensors"
+            raise CheckpointError(f"{directory}: {model!r} can't be exported: {problem}.")
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
-        content = functools.partial(_content, BoxReader(directory, saved), f"{model}/")
+        reader = BoxReader(directory, saved)
+        content = functools.partial(_content, reader, f"{model}/")
         target = folder.absolute(out)
         _write(target, _named(batches, STEMS[library], content), overwrite)
         log_end(target, "exported", sum(map(size_of, entries)), begin)
@@ -213,9 +214,7 @@ def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> lis
     """Return the tensors of a model, under their names in it."""
     given = dtype_of(dtype) if dtype is not None else torch.float32
     if given is None or not given.is_floating_point or given not in NAMES:
-        raise CheckpointError(
-            f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'."
-        )
+        raise CheckpointError(f"dtype={dtype!r}: expected one such as 'bfloat16'.")
     entries = []
     for name, stored in saved.tensors.items():
         if name.startswith(prefix):
@@ -235,9 +234,7 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
     # The names for libraries are first.
     old = sorted(filter(_WEIGHTS.fullmatch, names), key=lambda name: "-of-" in name)
     if old and not overwrite:
-        raise CheckpointError(
-            f"{out} has weights already ({old[0]}). overwrite=True replaces them."
-        )
+        raise CheckpointError(f"{out} has weights already ({old[0]}). Pass overwrite=True.")
     storage.make(out)
     for name, content in files.items():
         path = os.path.join(out, f".{name}.tmp")
@@ -258,7 +255,7 @@ def _parse_size(size: int | str) -> int:
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(I?)B?", str(size).upper())
     if match is None:
         raise CheckpointError(
-            f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
+            f"max_shard_size={size!r}: expected a number of bytes, or '5GB' for example."
         )
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
