@@ -274,7 +274,7 @@ def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """Return a function to fill a deferred module's handle, or None. Local."""
+    """Return a function to fill a deferred module, or None. Local."""
     source = weights_of(module)
     if source is None:
         return None

@@ -25,7 +25,7 @@ Apply = Callable[[], Any]
 
 
 def _is_object(node: Json) -> bool:
-    """True if the node can only be filled into an object of a state."""
+    """True if the node belongs into an object of a state."""
     tag = node.get(TAG) if isinstance(node, dict) else None
     if tag == "tensor":
         return not node.get("name", OF_VALUES).startswith(OF_VALUES)

@@ -100,7 +100,7 @@ class State:
         return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """Return the state as JSON, and its objects. The caller fills their nodes."""
+        """Return the state as JSON, and its objects, with nodes to fill."""
         objects = []
         for leaf in self.leaves:
             objects.append(self.object_of(leaf))

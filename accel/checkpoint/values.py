@@ -215,7 +215,7 @@ class Decoder:
             return self._decode(data)
 
     def children(self, node: Json) -> dict[Any, Json] | list[Json] | None:
-        """Return the JSON of a container's items, or None for other values."""
+        """Return the items of a container, or None for other values."""
         if not isinstance(node, dict) or TAG not in node:
             return node if isinstance(node, dict | list) else None
         if node[TAG] == "tuple":

@@ -77,7 +77,7 @@ def open_checkpoint(directory: str, state: Any) -> Record:
 
 
 def weights_at(path: str) -> str | None:
-    """Return the file or the index of weights at a path, or None."""
+    """Return the file or index of weights at a path, or None."""
     storage = storage_of(path)
     if record.exists(path):
         return None
