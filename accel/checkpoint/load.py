@@ -162,7 +162,8 @@ class Loading:
             saved_extra = {*entry.node["extra"]}
             for name in sorted(extra - saved_extra):
                 summary.missing.append(f"{entry.path}, {name}")
-            untouched = (saved_extra - extra) | (names.keys() - _untie(entry.module, names))
+            untouched = names.keys() - _untie(entry.module, names)
+            untouched |= saved_extra - extra
         manifest = {}
         for name, saved_name in names.items():
             stored = tensors[saved_name]

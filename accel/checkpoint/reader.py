@@ -43,14 +43,14 @@ def cores() -> int:
 
 
 def share() -> int:
-    """Return this rank's number of threads: a node's ranks share its cores."""
+    """Return the threads for this rank: a node's ranks share its cores."""
     process = running()
     ranks = 1 if process is None else process.place.local_world_size
     return max(1, min(_MAX_THREADS, cores() // ranks))
 
 
 def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> None:
-    """Call ``act`` for all items. Raises the error of the first that fails."""
+    """Call ``act`` for all items. Raises the first error."""
     if threads == 1 or len(items) < 2:
         for item in items:
             act(item)

@@ -81,7 +81,8 @@ def weights_at(path: str) -> str | None:
     storage = storage_of(path)
     if record.exists(path):
         return None
-    if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
+    is_file = path.endswith((".safetensors", ".json"))
+    if is_file and os.path.basename(path) != record.NAME:
         return path if storage.version(path) else None
     # transformers takes the first one too.
     for stem in STEMS.values():
