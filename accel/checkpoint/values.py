@@ -147,8 +147,7 @@ class Encoder:
             return self._encode_tensor(value, path)
         numpy = sys.modules.get("numpy")
         # Subclasses, such as masked arrays, have more than their elements.
-        is_array = numpy and type(value) is numpy.ndarray
-        is_array = is_array or (numpy and isinstance(value, numpy.generic))
+        is_array = numpy and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
         if is_array and value.dtype.kind in _NUMPY_KINDS:
             return self._encode_numpy(value, path)
         name = f"{type(value).__module__}.{type(value).__qualname__}"

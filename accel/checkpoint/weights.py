@@ -41,7 +41,7 @@ size_of: Final = operator.attrgetter("nbytes")
 
 
 def open_checkpoint(directory: str, state: Any) -> Record:
-    """Return a record, or weights as a record of the only model in ``state``."""
+    """Return a record, also of weights of the only model in ``state``."""
     entrance = weights_at(directory)
     if entrance is None:
         return record.read(directory)
