@@ -1,4 +1,4 @@
-"""Load: match the state with the record on every rank, agree, and fill the state in place."""
+"""Load: match a state with the record on all ranks, and fill it in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .objects import (
     structure_of,
 )
 from .reader import BoxReader
-from .record import Record, read
+from .record import read
 from .shards import BY_NAME
 from .state import OF_VALUES, State
 from .steps import (
@@ -55,8 +55,8 @@ _DIFFERENCES: Final = {
     "arguments": f"accel.load() got {ARGUMENTS}",
     "digits": "{name}: the ranks see different checkpoints. "
     "Load after the save is done, from a file system that all ranks see.",
-    "structure": "accel.load: the state of rank {rank} has other objects than that of rank 0, "
-    "and nothing was changed. Pass the same keys on every rank.",
+    "structure": "accel.load: rank {rank} has other objects in its state than rank 0, and "
+    "nothing was changed. Pass the same keys on every rank.",
 }
 _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
 
@@ -74,25 +74,22 @@ def load(
     The checkpoint may come from any world size and backend.
 
     Args:
-        dir: the directory of a checkpoint, or one with the weights of a model: with
-            ``model.safetensors``, ``model.safetensors.index.json`` or the names of diffusers.
-        state: as for ``save``. Handles, modules, optimizers, objects with a state dict and tensors
-            are filled in place, and plain values in dicts are replaced. Keys that ``state`` doesn't
-            name are left alone. None: only the plain values are returned.
-        strict: raise if the checkpoint lacks something in ``state``, or a module lacks a tensor of
-            the checkpoint. If False, warn, and load what fits.
-        convert: convert tensors that were saved with a different dtype instead of raising.
+        dir: the directory of a checkpoint, or of a model's weights as transformers or
+            diffusers save them, such as in ``model.safetensors``.
+        state: as for ``save``. Objects and tensors are filled in place, and plain values in
+            dicts are replaced. Keys that ``state`` doesn't name are left alone. None: only
+            the plain values are returned.
+        strict: raise if the checkpoint lacks something in ``state``, or a module lacks a
+            tensor of the checkpoint. If False, warn, and load what fits.
+        convert: convert tensors of a different dtype instead of raising.
 
     Returns:
         ``state``.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, of another format, or does not fit. It
-            is raised on every rank. Checksums are compared while tensors are filled, so if the
-            state may be partly filled, the error says so.
-
-    Note:
-        Call ``accel.verify(dir)`` first to find damage before anything is changed.
+        CheckpointError: the checkpoint is missing, damaged, of another format, or does not
+            fit. It is raised on every rank, and says if the state may be partly filled.
+            To find damage before that, call ``accel.verify(dir)`` first.
     """
     current()
     begin = time.monotonic()
@@ -100,9 +97,9 @@ def load(
     def prepare() -> tuple[Loading, Summary]:
         background.wait()
         directory = folder.absolute(dir)
-        loading = Loading(directory, open_checkpoint(directory, state), state, convert)
+        loading = Loading(directory, state, convert)
         # 1,000 ranks that ask for the sizes of 1,000 files are slow.
-        if loading.record.version and rank() == 0:
+        if loading.record.id and rank() == 0:
             folder.check_sizes(directory, loading.record)
         loading.decode()
         loading.summary.arguments = {"strict": strict, "convert": convert}
@@ -117,7 +114,7 @@ def load(
             loading.objects.pop(name, None)
     result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
-        # ZeRO's bf16 weights follow their fp32 copies. An optimizer may have frozen parameters.
+        # ZeRO's bf16 weights follow their fp32 copies, and optimizers froze parameters.
         engine.holdings.filled()
         engine.refresh()
     log_end(loading.directory, "loaded", loading.nbytes, begin)
@@ -128,9 +125,9 @@ def load(
 class Loading:
     """The load on this rank. ``state`` is None if only plain values are loaded."""
 
-    def __init__(self, directory: str, record: Record, state: Any, convert: bool) -> None:
+    def __init__(self, directory: str, state: Any, convert: bool) -> None:
         self.directory = directory
-        self.record = record
+        self.record = record = open_checkpoint(directory, state)
         self._reader = BoxReader(directory, record)
         self._convert = convert
         #: The bytes of the shards on this rank.
@@ -159,10 +156,12 @@ class Loading:
         summary, tensors = self.summary, self.record.tensors
         untouched = set[str]()
         if isinstance(entry, ModuleObject):
-            extra, saved_extra = {*shard.extra_modules(entry.module)}, {*entry.node["extra"]}
+            extra = {*shard.extra_modules(entry.module)}
+            saved_extra = {*entry.node["extra"]}
             for name in sorted(extra - saved_extra):
                 summary.missing.append(f"{entry.path}, {name}")
-            untouched = (saved_extra - extra) | (names.keys() - _untie(entry.module, names))
+            untouched = names.keys() - _untie(entry.module, names)
+            untouched |= saved_extra - extra
         manifest = {}
         for name, saved_name in names.items():
             stored = tensors[saved_name]
@@ -186,7 +185,8 @@ class Loading:
 
     def decode(self) -> None:
         """Decode all values to use, before anything is changed."""
-        nodes = [*self._match.plain, *(entry.node for entry in self.objects.values())]
+        nodes = list(self._match.plain)
+        nodes += [entry.node for entry in self.objects.values()]
         # The names of objects begin otherwise.
         names = {n for n in stored_tensors(nodes) if n.startswith(OF_VALUES)}
         self._tensors.update(self._reader.read(sorted(names)))
@@ -194,21 +194,20 @@ class Loading:
         left_out = self._match.left_out
         # Optimizers of torch accept a state dict without its tensors, and begin anew.
         if left_out and rank() == 0:
-            logger.warning(
-                "%s: accel.load without a state returns no tensors: %d are left out, such as %s. "
-                'Pass their objects, as in accel.load(dir, {"optimizer": optimizer}).',
-                self.directory,
-                len(left_out),
-                left_out[0],
+            text = (
+                "%s: accel.load without a state returns no tensors: %d are left out, "
+                'such as %s. Pass them, as in accel.load(dir, {"model": model}).'
             )
+            logger.warning(text, self.directory, len(left_out), left_out[0])
         for entry in self.objects.values():
             # Missing state of optimizers is created later.
             on_meta = any(slot.tensor.is_meta for slot in entry.wanted)
             if on_meta and not isinstance(entry, OptimizerObject):
-                text = f"{entry.path} is on the meta device. Call module.to_empty(device=...) first"
-                self.summary.unfit.append(text)
+                text = "is on the meta device. Call module.to_empty(device=...) first"
+                self.summary.unfit.append(f"{entry.path} {text}")
             if isinstance(entry, RankObject):
-                entry.node["ranks"] = [own[entry.node["name"]] for own in self.record.ranks]
+                name = entry.node["name"]
+                entry.node["ranks"] = [own[name] for own in self.record.ranks]
             entry.values = entry.decode(self._decoder)
 
     @property
@@ -218,7 +217,7 @@ class Loading:
         return sorted(filter(None, engines), key=lambda engine: engine.serial)
 
     def apply(self) -> Any:
-        """Change the state. If this raises, the state is partly filled, and the error says so."""
+        """Change the state. Errors say that it is partly filled."""
         try:
             self._restart_guards()
             self._fill(Stage.STATE_DICTS)
@@ -237,7 +236,7 @@ class Loading:
                 entry.fill(entry.values)
 
     def _restart_guards(self) -> None:
-        """Forget interrupted steps of models that are loaded with all their optimizers."""
+        """Forget interrupted steps of models loaded with all their optimizers."""
         raws = {id(getattr(entry, entry.kind, None)) for entry in self.objects.values()}
         for engine in self.engines:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
@@ -262,7 +261,7 @@ class Loading:
 
 
 def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
-    """Keep the first name of each tied tensor in ``names``. Return all first names."""
+    """Keep the first name of each tied tensor. Return all first names."""
     # transformers may have stored it under a different name.
     first_names = set()
     for first, *others in shard.tensor_names(module).values():
@@ -274,7 +273,7 @@ def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """Return a function that fills a deferred module's handle, or None without weights. Local."""
+    """Return a function to fill a deferred module, or None. Local."""
     source = weights_of(module)
     if source is None:
         return None
@@ -293,7 +292,6 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         load(directory, state_of(handle), convert=True)
 
     # Weights that don't fit raise here, before the engine is built.
-    state = state_of(module)
-    loading = Loading(directory, open_checkpoint(directory, state), state, convert=True)
+    loading = Loading(directory, state_of(module), convert=True)
     report(directory, [loading.summary], strict=True)
     return fill

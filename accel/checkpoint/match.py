@@ -1,4 +1,4 @@
-"""Match a user's state with the saved values: objects to fill, values to replace, differences."""
+"""Match a state with the saved values: objects, values and differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Apply = Callable[[], Any]
 
 
 def _is_object(node: Json) -> bool:
-    """True if the node can only be filled into an object of a state."""
+    """True if the node belongs into an object of a state."""
     tag = node.get(TAG) if isinstance(node, dict) else None
     if tag == "tensor":
         return not node.get("name", OF_VALUES).startswith(OF_VALUES)
@@ -48,7 +48,7 @@ def _describe(node: Json) -> str:
 
 @dataclass(slots=True)
 class Summary:
-    """The result of matching a state with a checkpoint on one rank. The ranks exchange it."""
+    """A rank's differences to the checkpoint. The ranks exchange them."""
 
     #: Paths in the state alone.
     missing: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Summary:
 
 @final
 class Match:
-    """A state next to the saved values. ``update`` replaces plain values, after ``decode``."""
+    """A state next to the saved values. ``update`` replaces values, after ``decode``."""
 
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
@@ -84,43 +84,50 @@ class Match:
             self.update = self._visit(state.state, state.tree, saved, "state")
 
     def _visit(self, value: Any, tree: Any, node: Json, path: str) -> Apply:
-        """Match a value of the state, and its part of the tree of objects, with its saved node."""
+        """Match a value, and its part of the tree of objects, with its node."""
         if isinstance(tree, Leaf):
             self._visit_object(tree, node)
             return lambda: value
         is_dict, has_objects = isinstance(value, dict), tree is not value
         if not is_dict and not has_objects and not _holds_objects(node):
             return self._take(node)
-        children = self._decoder.children(node) if is_dict or has_objects else None
-        fits = isinstance(children, dict) if is_dict else isinstance(children, list)
-        if children is None or not fits or (not is_dict and len(children) != len(value)):
-            size = f" of {len(value)}" if is_dict or has_objects else ""
-            here = f"{path} is a {type(value).__name__}{size}"
-            self.summary.unfit.append(f"{here}, and in the checkpoint {_describe(node)}")
+        children, size = None, ""
+        if is_dict or has_objects:
+            children, size = self._decoder.children(node), f" of {len(value)}"
+        fits = isinstance(children, dict)
+        if not is_dict:
+            fits = isinstance(children, list) and len(children) == len(value)
+        if not fits:
+            self._refuse(f"{path} is a {type(value).__name__}{size}", node)
             return lambda: value
         saved = dict(items_of(children))
         updates: dict[Any, Apply] = {}
         for key, item in items_of(value):
             if key in saved:
-                updates[key] = self._visit(item, tree[key], saved[key], place(path, key))
+                part, saved_node = tree[key], saved.pop(key)
+                updates[key] = self._visit(item, part, saved_node, place(path, key))
             else:
                 self.summary.missing.append(place(path, key))
         # A dict of plain values gets new keys: a history may have grown.
         if is_dict and not has_objects and path != "state":
-            for key in [key for key in saved if key not in value]:
-                if not _holds_objects(saved[key]):
-                    updates[key] = self._take(saved[key])
-                elif not value:
-                    text = f"{path} is an empty dict, and the checkpoint has the object "
-                    self.summary.unfit.append(text + place(path, key))
+            updates |= self._new_keys(value, saved, path)
         return lambda: _replace(value, updates)
+
+    def _new_keys(self, value: Any, saved: dict[Any, Json], path: str) -> dict[Any, Apply]:
+        updates = {}
+        for key, node in saved.items():
+            if not _holds_objects(node):
+                updates[key] = self._take(node)
+            elif not value:
+                text = "is an empty dict, and the checkpoint has the object"
+                self.summary.unfit.append(f"{path} {text} {place(path, key)}")
+        return updates
 
     def _visit_object(self, leaf: Leaf, node: Json) -> None:
         assert self._state is not None
         entry = self._state.object_of(leaf)
         if not isinstance(node, dict) or node.get(TAG) != entry.kind:
-            text = f"{entry.path} is a {entry.kind}, and in the checkpoint {_describe(node)}"
-            self.summary.unfit.append(text)
+            self._refuse(f"{entry.path} is a {entry.kind}", node)
             return
         entry.node = node
         problem = entry.problem()
@@ -128,6 +135,9 @@ class Match:
             self.summary.unfit.append(f"{entry.path}: {problem}")
         else:
             self.objects[entry.name] = entry
+
+    def _refuse(self, here: str, node: Json) -> None:
+        self.summary.unfit.append(f"{here}, and in the checkpoint {_describe(node)}")
 
     def _take(self, node: Json) -> Apply:
         """Return a function that gives the decoded value of a node."""
@@ -141,7 +151,7 @@ class Match:
             self._decoded.append(self._decode(node, "state"))
 
     def _decode(self, node: Json, path: str) -> Any:
-        """Return a value without its objects. Dicts leave them out, lists have None instead."""
+        """Return a value without its objects, and with None for those in lists."""
         if not _holds_objects(node):
             return self._decoder.decode(node)
         children = self._decoder.children(node) or {}
@@ -158,7 +168,7 @@ class Match:
 
 
 def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
-    """Replace the items of a container, and return it. Of a tuple a new one is returned."""
+    """Replace the items of a container. Return it, or a new tuple."""
     items = list(container) if isinstance(container, tuple) else container
     for key, update in updates.items():
         items[key] = update()
@@ -179,11 +189,16 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
         missing |= dict.fromkeys(summary.missing)
         unfit |= dict.fromkeys(summary.unfit)
         untouched = untouched & summary.untouched
-    lines = [
-        *_first("in the state, not in the checkpoint: ", list(missing), ", "),
-        *_first("in the checkpoint, not in the state: ", sorted(untouched), ", "),
-        *_first("", list(unfit), "\n  "),
-    ]
+    lines = []
+    for title, texts in (
+        ("in the state, not in the checkpoint: ", [*missing]),
+        ("in the checkpoint, not in the state: ", sorted(untouched)),
+        ("", [*unfit]),
+    ):
+        first = texts[:_FIRST]
+        if len(texts) > _FIRST:
+            first.append(f"and {len(texts) - _FIRST} more")
+        lines += [title + ", ".join(first)] if title and first else first
     text = "\n  ".join(lines)
     if lines and strict:
         raise CheckpointError(
@@ -193,23 +208,19 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
         logger.warning("%s does not fit the state; skipped:\n  %s", directory, text)
 
 
-def _first(title: str, texts: Sequence[str], between: str) -> list[str]:
-    more = [f"and {len(texts) - _FIRST} more"] if len(texts) > _FIRST else []
-    return [title + between.join([*texts[:_FIRST], *more])] if texts else []
-
-
 def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
-    """Return the reason for not reading a saved tensor into a shard, or an empty string."""
-    dtype, here = BY_NAME[stored.dtype], slot.tensor
+    """Return the reason if a saved tensor doesn't fit, or an empty string."""
+    old, new = BY_NAME[stored.dtype], slot.tensor.dtype
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
-    if dtype is not here.dtype:
-        text = f"{dtype} in the checkpoint, {here.dtype} here"
-        if not torch.can_cast(dtype, here.dtype):
-            return f"{text}, which cannot hold its values"
-        if not convert:
-            return f"{text} (convert=True converts)"
-        # Integers may be quantized weights.
-        if here.is_floating_point() and not dtype.is_floating_point:
-            return f"{text}. Only the library that wrote them can convert integers"
+    if old is new:
+        return ""
+    text = f"{old} in the checkpoint, {new} here"
+    if not torch.can_cast(old, new):
+        return f"{text}, which cannot hold its values"
+    if not convert:
+        return f"{text} (convert=True converts)"
+    # Integers may be quantized weights.
+    if new.is_floating_point and not old.is_floating_point:
+        return f"{text}. Only the library that wrote them can convert integers"
     return ""

@@ -1,12 +1,13 @@
-"""Read tensors out of shard files: each chunk once, and its checksum is compared on the way.
+"""Read tensors out of shard files: each chunk once, with its checksum.
 
-A chunk that consists of plain host memory is read into its place. Any other chunk is read into a
-staging buffer, and its elements are copied from there to devices, other dtypes and cut boxes.
+A chunk of plain host memory is read into its place. Others go through a staging buffer:
+their elements are copied to devices, other dtypes and cut boxes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,7 @@ from ..errors import CheckpointError, is_url
 from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Box, Shard, expanded, intersection, relative, shape_of, slices, whole
-from . import old_format
-from .record import OTHER, VERSION, Record, Stored, span
+from .record import OTHER, Record, Stored, span
 from .shards import BY_NAME, Written, batched, key_of, memory, parse_header, read_header
 from .steps import parsing
 from .storage import CHUNK, storage_of
@@ -33,8 +33,6 @@ _MAX_THREADS: Final = 8
 #: Chunks in the staging buffer, or more if more threads read.
 _STAGED: Final = 4
 _ALIGN: Final = 64
-#: Headers that are not read again. Each may have very many entries.
-_MAX_HEADERS: Final = 16
 
 
 def cores() -> int:
@@ -45,14 +43,14 @@ def cores() -> int:
 
 
 def share() -> int:
-    """Return the number of threads for this rank, because a node's ranks share its cores."""
+    """Return the threads for this rank: a node's ranks share its cores."""
     process = running()
     ranks = 1 if process is None else process.place.local_world_size
     return max(1, min(_MAX_THREADS, cores() // ranks))
 
 
 def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> None:
-    """Call ``act`` for all items. Raises the error of the first item with an error."""
+    """Call ``act`` for all items. Raises the first error."""
     if threads == 1 or len(items) < 2:
         for item in items:
             act(item)
@@ -82,21 +80,23 @@ class _Piece:
     start: int = 0
 
     def byte_of(self, element: int) -> int:
-        """Return the byte of the file at which an element of the stored box begins."""
+        """Return the byte of the file at which an element begins."""
         return self.start + element * self.dtype.itemsize
 
     def view(self, begin: int, end: int) -> memoryview | None:
-        """Return the memory for a range of elements if their bytes can be read into the target."""
+        """Return the target's memory for a range, or None if its bytes differ."""
         target, size = self.target, self.dtype.itemsize
         first, last = span(self.wanted, self.sizes)
-        is_lazy = target.is_conj() or target.is_neg()
-        is_plain = target.device.type == "cpu" and target.is_contiguous() and not is_lazy
-        if not is_plain or target.dtype is not self.dtype or last - first != target.numel():
+        if target.device.type != "cpu" or target.dtype is not self.dtype:
+            return None
+        if target.is_conj() or target.is_neg() or not target.is_contiguous():
+            return None
+        if last - first != target.numel():
             return None
         return memory(target)[(begin - first) * size : (end - first) * size]
 
     def blocks(self, begin: int, end: int) -> Iterator[tuple[int, Box, Box]]:
-        """Give the boxes of a range of elements: the place in it, the box, and its wanted part."""
+        """Give the boxes of a range: the place in it, the box, its wanted part."""
         at = 0
         for box in expanded(((begin, end),), self.sizes):
             common = intersection(box, self.wanted)
@@ -110,7 +110,8 @@ class _Piece:
             data = data.clone()  # a file of another library
         values = data.view(self.dtype)
         for at, box, common in self.blocks(begin, end):
-            block = values[at : at + math.prod(shape_of(box))].view(shape_of(box))
+            sizes = shape_of(box)
+            block = values[at : at + math.prod(sizes)].view(sizes)
             part = self.target[slices(relative(common, self.wanted))]
             source = block[slices(relative(common, box))]
             part.copy_(source, non_blocking=is_remote(self.target))
@@ -118,16 +119,14 @@ class _Piece:
 
 def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
     """Give the elements of a shard, each with the number of its file."""
-    shape, region = stored.shape, shard.region
-    if stored.is_flat and len(region) == 1 and shard.tensor.is_contiguous():
+    shape, region, tensor = stored.shape, shard.region, shard.tensor
+    if stored.is_flat and len(region) == 1 and tensor.is_contiguous():
         # Ranges in row-major order need no dimensions. Most tensors are stored as such ranges.
         shape = (stored.numel,)
-        targets: list[tuple[Box, torch.Tensor]] = [(region, shard.tensor.view(-1))]
-    else:
-        targets = list(_targets(shard.tensor, expanded(region, shape)))
+    targets = list(_targets(tensor, expanded(region, shape)))
+    dtype = BY_NAME[stored.dtype]
     for file, box in stored.overlaps(region):
-        alias = stored.aliases.get((file, box))
-        key, first = alias or (key_of(shard.name, stored.shape, box), 0)
+        key, first = stored.key or key_of(shard.name, stored.shape, box), 0
         for source in expanded(box, shape):
             sizes = shape_of(source)
             for own, target in targets:
@@ -135,7 +134,7 @@ def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
                 if common is not None:
                     part = target[slices(relative(common, own))]
                     wanted = relative(common, source)
-                    yield file, _Piece(key, BY_NAME[stored.dtype], first, sizes, wanted, part)
+                    yield file, _Piece(key, dtype, first, sizes, wanted, part)
             first += math.prod(sizes)
 
 
@@ -146,7 +145,7 @@ def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, 
         sizes = shape_of(box)
         count = math.prod(sizes)
         if count == tensor.numel():
-            # It may have any strides, as the parameter of a convolution in channels_last.
+            # It may have any strides, as a convolution in channels_last.
             yield box, tensor.view(sizes)
         else:
             yield box, tensor.view(-1)[start : start + count].view(sizes)
@@ -158,32 +157,36 @@ def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, 
 
 @dataclass(slots=True)
 class _Chunk:
-    """The bytes under one checksum, with ranges of elements of the pieces in them."""
+    """The bytes under a checksum, and the ranges of pieces in them."""
 
     number: int
     begin: int
     end: int
     segments: Sequence[tuple[_Piece, int, int]] = ()
+    #: To read it into.
+    views: Sequence[memoryview] = ()
 
-    def views(self) -> list[memoryview] | None:
-        """Return the memory of the targets if the chunk consists of it."""
+    def find_views(self) -> bool:
+        """Set ``views`` to the memory of the targets if that is all of it."""
         views, at = [], self.begin
         for piece, begin, end in self.segments:
             view = piece.view(begin, end)
             if view is None or piece.byte_of(begin) != at:
-                return None
+                return False
             views.append(view)
             at += len(view)
-        return views if at == self.end else None
+        self.views = views
+        return at == self.end
 
-    def copy_from(self, content: torch.Tensor) -> None:
+    def copy_from(self, room: torch.Tensor) -> None:
         """Copy the bytes of the chunk to the targets."""
-        data = memory(content)
+        data = memory(room)
         for piece, begin, end in self.segments:
-            first, last = piece.byte_of(begin) - self.begin, piece.byte_of(end) - self.begin
+            first = piece.byte_of(begin) - self.begin
+            last = piece.byte_of(end) - self.begin
             view = piece.view(begin, end)
             if view is None:
-                piece.copy_from(content[first:last], begin, end)
+                piece.copy_from(room[first:last], begin, end)
             else:
                 view[:] = data[first:last]
 
@@ -192,16 +195,13 @@ class _Chunk:
 class _ShardFile:
     """A shard file, with the header once it is read."""
 
-    def __init__(self, path: str, written: Written, version: int) -> None:
+    def __init__(self, path: str, written: Written) -> None:
         self._path = path
-        self._written = written
-        self._version = version
+        self._size = written.size
         self._entries: Mapping[str, dict[str, Any]] = {}
         self._header_size = 0
-        #: The first chunk begins here.
-        self._base = 0
         #: The checksum of each chunk. Empty: the file has none.
-        self.checksums: Sequence[str] = written.checksums
+        self.checksums = written.checksums
         #: The wanted entries, for errors.
         self._keys: Sequence[str] = ()
         #: The chunks with the header, until the file is closed.
@@ -213,52 +213,41 @@ class _ShardFile:
         with storage_of(self._path).open(self._path) as self.file:
             self.threads = self.file.in_flight or share()
             self._keys = [piece.key for piece in pieces]
-            if not self._header_size and (pieces or self._version != VERSION):
+            if pieces and not self._header_size:
                 self._read_header()
             yield
         self.kept.clear()
 
     def _read_header(self) -> None:
-        """Read the header, as the version of the record has it."""
-        file = self.file
-        if self._version == VERSION:
-            content, size = b"", 8
-            while len(content) < size:
-                chunk = self.chunk(len(self.kept))
-                room = host_memory(chunk.end - chunk.begin, pinned=False)
-                self.read(chunk, [memory(room)])
-                self.kept[chunk.number] = room
-                content += memory(room)
-                size = 8 + int.from_bytes(content[:8], "little")
-            content = content[:size]
-        else:
-            content = bytes(read_header(file))
-            size = self._base = len(content)
-            if self._version:
-                self.checksums = old_format.data_checksums(content, self._written, file.path)
-        with parsing(f"{file.path} has a damaged header"):
+        content, size = b"", 8
+        while self.checksums and len(content) < size:
+            chunk = self.chunk(len(self.kept))
+            room = host_memory(chunk.end - chunk.begin, pinned=False)
+            self.kept[chunk.number] = room
+            chunk.views = [memory(room)]
+            self.read(chunk)
+            content += chunk.views[0]
+            size = 8 + int.from_bytes(content[:8], "little")
+        content = content[:size] or bytes(read_header(self.file))
+        with parsing(f"{self._path} has a damaged header"):
             self._entries = parse_header(content)
-        self._header_size = size
+        self._header_size = len(content)
 
     def chunk(self, number: int) -> _Chunk:
-        begin = self._base + number * CHUNK
-        return _Chunk(number, begin, min(begin + CHUNK, self.file.size))
+        begin = number * CHUNK
+        return _Chunk(number, begin, min(begin + CHUNK, self._size))
 
     def chunks(self, pieces: Iterable[_Piece]) -> Iterator[_Chunk]:
         """Give the chunks with elements of pieces, in order."""
         found: dict[int, list[tuple[_Piece, int, int]]] = {}
         for piece in pieces:
             size, (begin, last) = piece.dtype.itemsize, span(piece.wanted, piece.sizes)
-            start, stop = self._entries.get(piece.key, {}).get("data_offsets", (0, 0))
+            start = self._entries[piece.key]["data_offsets"][0]
             piece.start = self._header_size + start + piece.first * size
-            if piece.byte_of(last) > self._header_size + stop:
-                raise CheckpointError(
-                    f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
-                )
             is_range = last - begin == piece.target.numel()
             while begin < last:
-                number = (piece.byte_of(begin) - self._base) // CHUNK
-                limit = self._base + (number + 1) * CHUNK
+                number = piece.byte_of(begin) // CHUNK
+                limit = (number + 1) * CHUNK
                 # Without checksums, an element may end in the next chunk.
                 end = min(last, -(-(limit - piece.start) // size))
                 if is_range or any(piece.blocks(begin, end)):
@@ -273,15 +262,15 @@ class _ShardFile:
                 chunk.end = max(piece.byte_of(end) for piece, _, end in segments)
             yield chunk
 
-    def read(self, chunk: _Chunk, views: Sequence[memoryview]) -> None:
-        """Fill memory with a chunk, and compare its checksum."""
+    def read(self, chunk: _Chunk) -> None:
+        """Fill the views of a chunk, and compare its checksum."""
         file = self.file
         if not self.checksums:
-            file.fill(chunk.begin, views)
+            file.fill(chunk.begin, chunk.views)
             return
         # A step is hashed while it is in the caches of the core.
         parts = []
-        for view in views:
+        for view in chunk.views:
             for at in range(0, len(view), file.step):
                 parts.append(view[at : at + file.step])
         steps = list(batched(parts, len, file.step))
@@ -296,9 +285,8 @@ class _ShardFile:
                 return
         names = [piece.key for piece, _, _ in chunk.segments] or self._keys
         inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
-        raise CheckpointError(
-            f"{file.path} is damaged between bytes {chunk.begin} and {chunk.end}{inside}. {OTHER}"
-        )
+        place = f"between bytes {chunk.begin} and {chunk.end}{inside}"
+        raise CheckpointError(f"{file.path} is damaged {place}. {OTHER}")
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -309,24 +297,40 @@ class BoxReader:
     """The files of one checkpoint."""
 
     def __init__(self, directory: str, record: Record) -> None:
-        self._directory = directory
         self._record = record
         self._stage = host_memory(0, pinned=False)
         self._copies: list[Any] = []
-        self._files: dict[int, _ShardFile] = {}
+        #: The devices of the tensors to fill.
+        self._devices = set[torch.device]()
+
+        # Headers are kept for the next read. Each may have very many entries.
+        @functools.lru_cache(maxsize=16)
+        def file(number: int) -> _ShardFile:
+            written = record.files[number]
+            # The files of other libraries have full paths.
+            path = written.name
+            if not is_url(path):
+                path = os.path.join(directory, path)
+            return _ShardFile(path, written)
+
+        self._file = file
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Read shards, each named as its tensor in the record, into memory of any device."""
+        """Read shards, named as in the record, into memory of any device."""
         wanted: dict[int, list[_Piece]] = {}
+        self._devices.clear()
         for shard in shards:
-            if shard.tensor.numel():
-                for number, piece in _pieces_of(shard, self._record.tensors[shard.name]):
-                    wanted.setdefault(number, []).append(piece)
+            if not shard.tensor.numel():
+                continue
+            if is_remote(shard.tensor):
+                self._devices.add(shard.tensor.device)
+            for number, piece in _pieces_of(shard, self._record.tensors[shard.name]):
+                wanted.setdefault(number, []).append(piece)
         for number, pieces in sorted(wanted.items()):
             file = self._file(number)
             with file.opened(pieces):
                 self._read(file, file.chunks(pieces))
-        finish(self._copies)
+        finish(begun(self._devices))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return full tensors, new and on the CPU."""
@@ -347,57 +351,33 @@ class BoxReader:
             size = chunk.end - chunk.begin
             # Memory of one step, again and again, stays in the caches of the core.
             room = memoryview(bytearray(min(size, file.file.step)))
-            file.read(chunk, [room[: size - at] for at in range(0, size, len(room))])
+            chunk.views = [room[: size - at] for at in range(0, size, len(room))]
+            file.read(chunk)
 
         with file.opened(()):
             in_threads(compare, range(start, len(file.checksums), step), file.threads)
 
-    def _file(self, number: int) -> _ShardFile:
-        if number not in self._files:
-            if len(self._files) == _MAX_HEADERS:
-                self._files.clear()
-            written = self._record.files[number]
-            # The files of other libraries have full paths.
-            path = written.name
-            if not is_url(path):
-                path = os.path.join(self._directory, path)
-            self._files[number] = _ShardFile(path, written, self._record.version)
-        return self._files[number]
-
     def _read(self, file: _ShardFile, chunks: Iterable[_Chunk]) -> None:
+        ready, staged = [], []
+        for chunk in chunks:
+            if chunk.number in file.kept:
+                chunk.copy_from(file.kept[chunk.number])
+            elif chunk.find_views():
+                ready.append(chunk)
+            else:
+                staged.append(chunk)
         places = max(_STAGED, file.threads)
-        ready: list[tuple[_Chunk, list[memoryview]]] = []
-        staged: list[_Chunk] = []
-        for chunk in chunks:
-            views = None if chunk.number in file.kept else chunk.views()
-            if views is not None:
-                ready.append((chunk, views))
-                continue
-            staged.append(chunk)
-            if len(staged) == places:
-                self._read_staged(file, staged, places)
-                staged = []
-        self._read_staged(file, staged, places)
-        in_threads(lambda args: file.read(*args), ready, file.threads)
-
-    def _read_staged(self, file: _ShardFile, chunks: Sequence[_Chunk], places: int) -> None:
-        """Read chunks into the staging buffer, and copy their elements."""
-        finish(self._copies)  # they read the buffer
-        missing, devices = [], set[torch.device]()
-        for chunk in chunks:
-            if chunk.number not in file.kept:
-                missing.append(chunk)
-            for piece, _, _ in chunk.segments:
-                if is_remote(piece.target):
-                    devices.add(piece.target.device)
-        size, rooms = CHUNK + _ALIGN, dict(file.kept)
-        if missing and (not len(self._stage) or (devices and not self._stage.is_pinned())):
-            self._stage = host_memory(places * size, pinned=bool(devices))
-        reads = []
-        for place, chunk in enumerate(missing):
-            rooms[chunk.number] = self._stage[place * size :][: chunk.end - chunk.begin]
-            reads.append((chunk, [memory(rooms[chunk.number])]))
-        in_threads(lambda args: file.read(*args), reads, file.threads)
-        for chunk in chunks:
-            chunk.copy_from(rooms[chunk.number])
-        self._copies = begun(devices)
+        pinned = bool(self._devices)
+        if staged and (not len(self._stage) or pinned > self._stage.is_pinned()):
+            self._stage = host_memory(places * (CHUNK + _ALIGN), pinned=pinned)
+        rooms = self._stage.split(CHUNK + _ALIGN)
+        for at in range(0, len(staged), places):
+            batch = staged[at : at + places]
+            finish(self._copies)  # they read the buffer
+            for chunk, room in zip(batch, rooms, strict=False):
+                chunk.views = [memory(room)[: chunk.end - chunk.begin]]
+            in_threads(file.read, batch, file.threads)
+            for chunk, room in zip(batch, rooms, strict=False):
+                chunk.copy_from(room)
+            self._copies = begun(self._devices)
+        in_threads(file.read, ready, file.threads)

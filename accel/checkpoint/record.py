@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..shard import Box, expanded, flattened
-from . import old_format
 from .layout import Run
 from .shards import Written, checksum
 from .steps import explain, parsing
@@ -36,8 +35,8 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    #: For old formats: the names and places of boxes in files.
-    aliases: Mapping[tuple[int, Box], tuple[str, int]] = field(default_factory=dict)
+    #: The name in a file of another library.
+    key: str = ""
 
     @property
     def numel(self) -> int:
@@ -73,19 +72,18 @@ def span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
 class Record:
     """The content of ``accel.json``."""
 
-    #: A name for the save, which is in the names of its files.
-    id: str
+    #: A name for the save, which is in the names of its files. Empty for another library's.
+    id: str = ""
     #: Seconds since 1970 at the commit.
-    time: float
+    time: float = 0.0
     #: The number of ranks that saved.
-    world_size: int
+    world_size: int = 1
     files: Sequence[Written]
     tensors: Mapping[str, Stored]
     #: The state without its tensors, as ``values.py`` writes it.
     values: Any
     #: For each rank, its own values by the name of their object.
     ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    version: int = VERSION
     #: The checksum of the record, which is equal if two ranks see the same checkpoint.
     digits: str = ""
 
@@ -121,8 +119,7 @@ def exists(directory: str) -> bool:
 def is_record(path: str) -> bool:
     """True if a file begins like a record of accel, which may be damaged."""
     with storage_of(path).open(path) as file:
-        begin = bytes(file.read(0, min(len(_BEGIN), file.size)))
-    return begin == _BEGIN or old_format.is_old(begin)
+        return file.read(0, min(len(_BEGIN), file.size)) == _BEGIN
 
 
 def read(directory: str) -> Record:
@@ -152,44 +149,37 @@ def _absent(directory: str) -> str:
 
 def parse(content: bytes, path: str) -> Record:
     """Return the record with this content, or raise as ``read``."""
-    if old_format.is_old(content):
-        digits, expected = old_format.checksums(content)
-    elif content.startswith(_BEGIN):
-        digits = content[-18:-2].decode("ascii", "replace")
-        is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
-        expected = checksum(content[:-_TAIL]) if is_whole else ""
-    else:
-        raise CheckpointError(f"{path} has another format: it is not a record of accel.")
-    if digits != expected:
+    if not content.startswith(_BEGIN):
+        raise CheckpointError(
+            f"{path} has another format: it is not a record of accel, or of version 1 or 2. "
+            "Load and save those with an accel of November 2026."
+        )
+    digits = content[-18:-2].decode("ascii", "replace")
+    is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
+    if not is_whole or digits != checksum(content[:-_TAIL]):
         raise CheckpointError(f"{path} is damaged: its checksum is wrong. {OTHER}")
     with parsing(f"{path} is not a record of accel"):
         body = json.loads(content)
-        if body["version"] not in (1, 2, VERSION):
+        if body["version"] != VERSION:
             raise CheckpointError(
                 f"{path} has version {body['version']!r} of the format, and this accel reads "
-                f"versions up to {VERSION}. Please update accel."
+                f"version {VERSION}. Please update accel."
             )
         return _build(body, digits)
 
 
 def _build(body: Mapping[str, Any], digits: str) -> Record:
-    is_old = body["version"] != VERSION
     files = []
     for file in body["files"]:
         # A crafted record must not reach files outside of its directory.
         if "/" in file["name"]:
             raise ValueError(f"{file['name']!r} is not the name of a shard file")
-        checksums = file["header" if is_old else "xxh3"]
-        files.append(Written(file["name"], file["size"], tuple(checksums)))
+        files.append(Written(file["name"], file["size"], tuple(file["xxh3"])))
     tensors = {}
     for name, value in body["tensors"].items():
         runs: list[Run] = []
-        aliases: dict[tuple[int, Box], tuple[str, int]] = {}
-        if is_old:
-            runs, aliases = old_format.runs_of(name, value)
-        else:
-            for file, low, high, *rule in value["parts"]:
-                runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
-        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), tuple(runs), aliases)
-    plain = {name: body[name] for name in (*_PLAIN, "version")}
+        for file, low, high, *rule in value["parts"]:
+            runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
+        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), tuple(runs))
+    plain = {name: body[name] for name in _PLAIN}
     return Record(files=files, tensors=tensors, digits=digits, **plain)

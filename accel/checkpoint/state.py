@@ -1,4 +1,4 @@
-"""A user's state as a tree of dicts, lists and tuples, with objects as its leaves."""
+"""A user's state as a tree of dicts, lists and tuples, with objects as leaves."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def name_of(keys: Sequence[object]) -> str:
-    """Return the name of the tensor, or the first part of its name, under these keys."""
+    """Return the name, or its first part, of a tensor under these keys."""
     return "/".join(map(_component, keys))
 
 
 def _component(key: object) -> str:
-    if type(key).__module__ == "numpy":
-        key = key.item()  # type: ignore[attr-defined]
     text = key if isinstance(key, str) else f"[{key!r}]"
     text = text.replace("%", "%25").replace("/", "%2F")
     is_reserved = isinstance(key, str) and text[:1] in ("[", OF_VALUES)
@@ -42,8 +40,8 @@ def is_object(value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
         return True
-    save, load = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
-    return callable(save) and callable(load)
+    save = getattr(value, "state_dict", None)
+    return callable(save) and callable(getattr(value, "load_state_dict", None))
 
 
 @final
@@ -57,10 +55,7 @@ class Leaf(Placeholder):
 
 @final
 class State:
-    """A user's state, a nested dict.
-
-    ``tree`` is the state with a ``Leaf`` for each object. A container without objects is itself.
-    """
+    """A user's state, a nested dict."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
@@ -70,12 +65,14 @@ class State:
             )
         self.state = state
         self.leaves: list[Leaf] = []
+        #: The state with a leaf for each object. A container without objects is itself.
         self.tree = self._flatten(state, ())
         #: A raw optimizer's parameters have the names that they have in one of these.
         self._modules: list[nn.Module] = []
         for leaf in self.leaves:
             if type(leaf.value) is ModelHandle:
-                self._modules.append(raw(leaf.value))  # also if its engine was torn down
+                # Also if its engine was torn down.
+                self._modules.append(raw(leaf.value))
             elif isinstance(leaf.value, nn.Module):
                 self._modules.append(resolve_module(leaf.value)[0])
 
@@ -92,7 +89,8 @@ class State:
             is_changed = is_changed or tree[key] is not item
         if not is_changed or isinstance(value, dict):
             return tree if is_changed else value
-        return tuple(tree.values()) if isinstance(value, tuple) else list(tree.values())
+        items = list(tree.values())
+        return tuple(items) if isinstance(value, tuple) else items
 
     def object_of(self, leaf: Leaf) -> StateObject:
         """Return the object to save or fill for a leaf."""
@@ -102,7 +100,7 @@ class State:
         return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """Return the state as JSON, and its objects. The caller fills their nodes in the JSON."""
+        """Return the state as JSON, and its objects, with nodes to fill."""
         objects = []
         for leaf in self.leaves:
             objects.append(self.object_of(leaf))

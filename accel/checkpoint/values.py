@@ -1,8 +1,4 @@
-"""Plain Python values as JSON with their types.
-
-Decoding builds only the types in ``_KINDS``, tensors and numpy arrays, never a class by its name
-in the file.
-"""
+"""Plain Python values as JSON with their types. Decoding runs no code."""
 
 from __future__ import annotations
 
@@ -22,13 +18,13 @@ from ..errors import CheckpointError
 from .shards import BY_NAME, NAMES, check_tensor, memory
 from .steps import parsing
 
-#: A JSON object with this key is a value of the type there. Other JSON objects are dicts.
+#: A JSON object with this key is a value of the type there. Others are dicts.
 TAG: Final = "!"
 #: Larger tensors and arrays are stored in the shards.
 INLINE_BYTES: Final = 1024
 
 Json = Any
-#: Takes a tensor and its path, stores the tensor, and returns the name it is stored under.
+#: Stores a tensor, given its path for errors, and returns its name.
 Store = Callable[[torch.Tensor, str], str]
 
 
@@ -39,20 +35,20 @@ def place(path: str, key: object) -> str:
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
     """Return the keys and items of a dict, list or tuple."""
-    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+    if isinstance(container, dict):
+        return list(container.items())
+    return list(enumerate(container))
 
 
 class Kind(NamedTuple):
-    """How the values of a type are stored: ``{"!": tag, key: content}``.
-
-    The content under "items" is a list of values, or of pairs if ``take_apart`` returns a dict.
-    """
+    """How the values of a type are stored: ``{"!": tag, key: content}``."""
 
     type: type
     tag: str
-    key: str
     take_apart: Callable[[Any], Any]
     rebuild: Callable[[Any], Any]
+    #: The content under "items" is a list of values, or of the pairs of a dict.
+    key: str = "items"
 
 
 def _to_base64(data: bytes | memoryview) -> str:
@@ -70,32 +66,30 @@ _FACTORIES: Final[dict[str | None, type | None]] = {
     **{kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)},
 }
 _KINDS: Final = (
-    # Only numbers that JSON doesn't have. Its readers in other languages know 64-bit integers.
-    Kind(int, "int", "value", hex, lambda text: int(text, 16)),
-    Kind(float, "float", "value", repr, float),
-    Kind(torch.dtype, "dtype", "value", lambda v: str(v)[6:], _DTYPES.__getitem__),
-    Kind(torch.device, "device", "value", str, torch.device),
-    Kind(type(Path()), "path", "value", str, Path),
-    Kind(bytes, "bytes", "data", _to_base64, lambda text: bytes(_from_base64(text))),
-    Kind(bytearray, "bytearray", "data", _to_base64, _from_base64),
-    Kind(complex, "complex", "items", lambda v: [v.real, v.imag], lambda v: complex(*v)),
-    Kind(range, "range", "items", lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
-    Kind(deque, "deque", "items", lambda v: [list(v), v.maxlen], lambda v: deque(*v)),
-    Kind(tuple, "tuple", "items", list, tuple),
-    Kind(torch.Size, "size", "items", list, torch.Size),
-    Kind(set, "set", "items", list, set),
-    Kind(frozenset, "frozenset", "items", list, frozenset),
-    Kind(dict, "dict", "items", dict, dict),
-    Kind(OrderedDict, "OrderedDict", "items", dict, OrderedDict),
-    Kind(Counter, "Counter", "items", dict, lambda v: Counter(dict(v))),
-    Kind(defaultdict, "defaultdict", "items", dict, dict),
-    Kind(SimpleNamespace, "namespace", "items", vars, lambda v: SimpleNamespace(**dict(v))),
-    Kind(Namespace, "arguments", "items", vars, lambda v: Namespace(**dict(v))),
+    # Only numbers that JSON doesn't have: its readers know 64-bit integers.
+    Kind(int, "int", hex, lambda text: int(text, 16), "value"),
+    Kind(float, "float", repr, float, "value"),
+    Kind(torch.dtype, "dtype", lambda v: str(v)[6:], _DTYPES.__getitem__, "value"),
+    Kind(torch.device, "device", str, torch.device, "value"),
+    Kind(type(Path()), "path", str, Path, "value"),
+    Kind(bytes, "bytes", _to_base64, lambda text: bytes(_from_base64(text)), "data"),
+    Kind(bytearray, "bytearray", _to_base64, _from_base64, "data"),
+    Kind(complex, "complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    Kind(range, "range", lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    Kind(deque, "deque", lambda v: [list(v), v.maxlen], lambda v: deque(*v)),
+    Kind(tuple, "tuple", list, tuple),
+    Kind(torch.Size, "size", list, torch.Size),
+    Kind(set, "set", list, set),
+    Kind(frozenset, "frozenset", list, frozenset),
+    Kind(dict, "dict", dict, dict),
+    Kind(OrderedDict, "OrderedDict", dict, OrderedDict),
+    Kind(Counter, "Counter", dict, lambda v: Counter(dict(v))),
+    Kind(defaultdict, "defaultdict", dict, dict),
+    Kind(SimpleNamespace, "namespace", vars, lambda v: SimpleNamespace(**dict(v))),
+    Kind(Namespace, "arguments", vars, lambda v: Namespace(**dict(v))),
 )
-_BY_TYPE: Final[dict[type, Kind]] = {}
-_BY_TAG: Final[dict[str, Kind]] = {}
-for _kind in _KINDS:
-    _BY_TYPE[_kind.type] = _BY_TAG[_kind.tag] = _kind
+_BY_TYPE: Final = {kind.type: kind for kind in _KINDS}
+_BY_TAG: Final = {kind.tag: kind for kind in _KINDS}
 _ARRAYS: Final = ("tensor", "ndarray", "numpy")
 #: Numbers, strings and dates: arrays of objects are pointers, and need pickle.
 _NUMPY_KINDS: Final = "biufcSUMm"
@@ -118,21 +112,22 @@ class Placeholder:
 
 
 class Encoder:
-    """Turns values into JSON. ``store`` takes large tensors. None: all tensors become JSON."""
+    """Turns values into JSON. Large tensors go to ``store``, unless it is None."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
 
     def encode(self, value: Any, path: str) -> Json:
-        """Return the JSON of a value. Errors name the path of a part without a stored form."""
+        """Return the JSON of a value. Errors name the path of its part."""
         if is_json(value):
             return value
         if isinstance(value, Placeholder):
             return value.node
         if type(value) is list:
             return self._encode_items(enumerate(value), path)
-        if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
-            return dict(zip(value, self._encode_items(value.items(), path), strict=True))
+        if type(value) is dict and TAG not in value and set(map(type, value)) <= {str}:
+            nodes = self._encode_items(value.items(), path)
+            return dict(zip(value, nodes, strict=True))
         return self._encode_tagged(value, path)
 
     def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
@@ -143,33 +138,36 @@ class Encoder:
         kind = _BY_TYPE.get(type(value))
         factory = value.default_factory if type(value) is defaultdict else None
         if kind is not None and factory in _FACTORIES.values():
-            tagged = {TAG: kind.tag, kind.key: self._encode_content(kind, value, path)}
+            content = self._encode_content(kind, value, path)
+            tagged = {TAG: kind.tag, kind.key: content}
             if kind.type is defaultdict:
                 tagged["factory"] = factory and factory.__name__
             return tagged
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, path)
         numpy = sys.modules.get("numpy")
+        # Subclasses, such as masked arrays, have more than their elements.
         is_array = numpy and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
         if is_array and value.dtype.kind in _NUMPY_KINDS:
             return self._encode_numpy(value, path)
-        name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointError(
-            f"{path} is a {name}, which can't be stored without pickle. "
-            "Save its content as numbers, strings, containers or tensors, "
-            "or give it state_dict() and load_state_dict()."
+            f"{path} is a {name.removeprefix('builtins.')}, which can't be stored without "
+            "pickle. Save its content as numbers, strings, containers or tensors, or give "
+            "it state_dict() and load_state_dict()."
         )
 
     def _encode_content(self, kind: Kind, value: Any, path: str) -> Json:
         content = kind.take_apart(value)
         if kind.key != "items":
             return content
-        if not isinstance(content, dict):
+        if isinstance(content, list):
             return self._encode_items(enumerate(content), path)
         pairs = []
         for key, item in content.items():
             if key != key:
-                raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
+                problem = "has the key NaN, which equals no key. Use a string."
+                raise CheckpointError(f"{path} {problem}")
             name = self.encode(key, f"the key {key!r} of {path}")
             pairs.append([name, self.encode(item, place(path, key))])
         return pairs
@@ -204,19 +202,19 @@ class Encoder:
 
 
 class Decoder:
-    """Turns the JSON in a file into values. ``fetch`` returns a stored tensor by its name."""
+    """Turns JSON into values. ``fetch`` returns a stored tensor by its name."""
 
     def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
         self._source = source
         self._fetch = fetch
 
     def decode(self, data: Json) -> Any:
-        """Return the value, or raise a CheckpointError if ``Encoder`` did not write ``data``."""
+        """Return the value, or raise CheckpointError for other JSON."""
         with parsing(f"{self._source} has a value that accel did not write"):
             return self._decode(data)
 
     def children(self, node: Json) -> dict[Any, Json] | list[Json] | None:
-        """Return the items of a saved dict, list or tuple as JSON, or None for other values."""
+        """Return the items of a container, or None for other values."""
         if not isinstance(node, dict) or TAG not in node:
             return node if isinstance(node, dict | list) else None
         if node[TAG] == "tuple":
@@ -233,7 +231,9 @@ class Decoder:
         if TAG not in data:
             return {key: self._decode(item) for key, item in data.items()}
         if data[TAG] in _ARRAYS:
-            return self._decode_tensor(data) if data[TAG] == "tensor" else self._decode_numpy(data)
+            is_tensor = data[TAG] == "tensor"
+            decode = self._decode_tensor if is_tensor else self._decode_numpy
+            return decode(data)
         kind = _BY_TAG[data[TAG]]
         content = data[kind.key]
         if kind.key == "items":
@@ -247,7 +247,8 @@ class Decoder:
         if "name" in data:
             tensor = self._fetch(data["name"])
         else:
-            tensor = torch.empty(data["shape"], dtype=BY_NAME[data["dtype"]], device="cpu")
+            dtype = BY_NAME[data["dtype"]]
+            tensor = torch.empty(data["shape"], dtype=dtype, device="cpu")
             memory(tensor)[:] = _from_base64(data["data"])
         requires_grad = data.get("requires_grad", False)
         if data.get("class") == "Parameter":

@@ -1,4 +1,4 @@
-"""Safetensors files of transformers and diffusers: read them like a checkpoint, export them."""
+"""Weights of transformers and diffusers: read them like a checkpoint, or export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .record import Record, Stored
 from .shards import BY_NAME, ITEM_BYTES, NAMES, Entry, Written, batched
 from .state import State, name_of
 from .steps import log_end, on_running_ranks, parsing
-from .storage import Content, File, read_whole, storage_of
+from .storage import read_whole, storage_of
 from .values import TAG, Decoder, Json, items_of
 
 #: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` with an index.
@@ -33,13 +33,14 @@ STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _WEIGHTS: Final = re.compile(
     rf"({'|'.join(STEMS.values())})(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
+Content = Iterator[memoryview]
 #: Bytes of tensors that an export reads at a time.
 _BATCH: Final = 32 << 20
 size_of: Final = operator.attrgetter("nbytes")
 
 
 def open_checkpoint(directory: str, state: Any) -> Record:
-    """Return a record, or weights as a record of the only model in ``state``."""
+    """Return a record, also of weights of the only model in ``state``."""
     entrance = weights_at(directory)
     if entrance is None:
         return record.read(directory)
@@ -47,8 +48,8 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     models = [leaf.keys for leaf in leaves if isinstance(leaf.value, nn.Module)]
     if len(models) != 1 and state is not None:
         raise CheckpointError(
-            f"{directory} has the weights of one model, and the state has {len(models)} models. "
-            'Load them into {"model": model}.'
+            f"{directory} has the weights of one model, and the state has "
+            f'{len(models)} models. Load them into {{"model": model}}.'
         )
     keys = models[0] if models else ()
     name = name_of(keys)
@@ -58,50 +59,37 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     files: list[Written] = []
     tensors = {}
     for path in _files(entrance):
-        with storage_of(path).open(path) as file:
-            entries = _entries_in(file)
+        problem = f"{path} is not a whole safetensors file"
+        with storage_of(path).open(path) as file, parsing(problem):
+            header = shards.read_header(file)
+            entries = shards.parse_header(header)
         for key, entry in entries.items():
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             if dtype not in BY_NAME:
                 raise CheckpointError(f"{path}: accel can't load {key!r} of dtype {dtype}.")
-            box = ((0, math.prod(shape)),)
-            runs = (Run(len(files), box),) if math.prod(shape) else ()
-            tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, {(len(files), box): (key, 0)})
+            count = math.prod(shape)
+            runs = (Run(len(files), ((0, count),)),) if count else ()
+            tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, key)
         files.append(Written(path, file.size, ()))
     digits = shards.checksum(repr((files, tensors)).encode())
-    form: dict[str, Any] = {"id": "", "time": 0.0, "world_size": 1, "version": 0}
-    return Record(files=files, tensors=tensors, values=values, digits=digits, **form)
-
-
-def _entries_in(file: File) -> Mapping[str, dict[str, Any]]:
-    """Return the entries of a file of weights, once it is known to be whole."""
-    with parsing(f"{file.path} is not a whole safetensors file"):
-        header = shards.read_header(file)
-        entries = shards.parse_header(header)
-        end = max([len(header), *(len(header) + e["data_offsets"][1] for e in entries.values())])
-        if end != file.size:
-            raise ValueError(f"its tensors end at byte {end}, and the file at {file.size}")
-    return entries
+    return Record(files=files, tensors=tensors, values=values, digits=digits)
 
 
 def weights_at(path: str) -> str | None:
-    """Return the file or the index of weights at a path, or None if there is a checkpoint."""
+    """Return the file or index of weights at a path, or None."""
     storage = storage_of(path)
     if record.exists(path):
         return None
-    if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
-        return path if storage.version(path) and not storage.is_directory(path) else None
-    entrances = []
+    is_file = path.endswith((".safetensors", ".json"))
+    if is_file and os.path.basename(path) != record.NAME:
+        return path if storage.version(path) else None
+    # transformers takes the first one too.
     for stem in STEMS.values():
-        for name in (f"{stem}.safetensors.index.json", f"{stem}.safetensors"):
-            if storage.version(os.path.join(path, name)):
-                entrances.append(os.path.join(path, name))
-    if len(entrances) > 1:
-        raise CheckpointError(
-            f"Found both {entrances[0]} and {entrances[1]}. "
-            "Pass one of these files, or remove the other."
-        )
-    return entrances[0] if entrances else None
+        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            entrance = os.path.join(path, name)
+            if storage.version(entrance):
+                return entrance
+    return None
 
 
 def _files(entrance: str) -> list[str]:
@@ -117,7 +105,7 @@ def _files(entrance: str) -> list[str]:
 
 
 def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
-    """Return the name and the node of a saved model. ``name`` may be None if there is only one."""
+    """Return the name and node of a saved model. None: the only one."""
     tensors: dict[str, torch.Tensor] = {}
     models = dict(_models(saved.values, Decoder(directory, tensors.__getitem__), ()))
     first = next(iter(models), None)
@@ -125,7 +113,8 @@ def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mappin
     if chosen is None or chosen not in models:
         problem = f"{len(models)} models" if name is None else f"no model {name!r}"
         names = ", ".join(map(repr, models)) or "none"
-        raise CheckpointError(f"{directory} has {problem} ({names}). Choose with name={first!r}.")
+        text = f"{directory} has {problem} ({names})"
+        raise CheckpointError(f"{text}. Choose with name={first!r}.")
     return chosen, models[chosen]
 
 
@@ -152,21 +141,21 @@ def export(
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``.
 
-    transformers and vLLM load it. A large model becomes several files with an index. Tied weights
-    are written once, under their first name. Add the library's ``config.json`` yourself. You can
-    call this in one process. On several ranks, rank 0 writes.
+    transformers and vLLM load it. A large model becomes several files with an index. Tied
+    weights have their first name. Add ``config.json`` yourself. You can call this in one
+    process. On several ranks, rank 0 writes.
 
     Args:
         dir: a checkpoint.
         out: a directory, which is created if it doesn't exist.
         name: the model, such as ``"model"`` or ``"gan/generator"``, if there are several.
-        max_shard_size: bytes of a file, or text such as ``"5GB"``. Tensors are not split.
-        dtype: convert floating-point tensors to this dtype, such as ``"bfloat16"``.
+        max_shard_size: bytes of a file, or text such as ``"5GB"``.
+        dtype: convert floating-point tensors, such as to ``"bfloat16"``.
         overwrite: replace weights in ``out``.
         library: ``"diffusers"`` writes ``diffusion_pytorch_model.safetensors``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no such model, or ``out`` has weights.
+        CheckpointError: ``dir`` is damaged or has no such model, or ``out`` has weights.
     """
 
     def act(rank: int, world: int) -> None:
@@ -175,65 +164,56 @@ def export(
             return
         begin, directory = time.monotonic(), folder.absolute(dir)
         saved = record.read(directory)
-        folder.check_sizes(directory, saved)
         model, node = choose(directory, saved, name)
         entries = _entries(saved, f"{model}/", dtype)
         if node["extra"] or not entries:
-            problem = "extra state, which these files can't hold" if entries else "no tensors"
-            raise CheckpointError(f"{directory}: the model {model!r} has {problem}.")
+            problem = "it has extra state or no tensors"
+            raise CheckpointError(f"{directory}: {model!r} can't be exported: {problem}.")
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
-        content = functools.partial(_content, BoxReader(directory, saved), f"{model}/")
-        _write(folder.absolute(out), _named(batches, STEMS[library], content), overwrite)
-        log_end(folder.absolute(out), "exported", sum(map(size_of, entries)), begin)
+        reader = BoxReader(directory, saved)
+        content = functools.partial(_content, reader, f"{model}/")
+        target = folder.absolute(out)
+        _write(target, _named(batches, STEMS[library], content), overwrite)
+        log_end(target, "exported", sum(map(size_of, entries)), begin)
 
     on_running_ranks("accel.export", act)
 
 
 def _named(
-    batches: Sequence[list[Entry]], stem: str, content_of: Callable[[list[Entry]], Any]
+    batches: Sequence[list[Entry]], stem: str, content_of: Callable[[list[Entry]], Content]
 ) -> dict[str, Content]:
     """Return the content of each file. The index of several files comes last."""
-    files: dict[str, Content] = {}
-    weight_map: dict[str, str] = {}
-    nbytes = 0
+    files, weight_map, count, nbytes = {}, {}, len(batches), 0
     for number, entries in enumerate(batches, 1):
-        part = f"-{number:05d}-of-{len(batches):05d}" if len(batches) > 1 else ""
+        part = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
         file = f"{stem}{part}.safetensors"
-        files[file] = functools.partial(content_of, entries)
+        files[file] = content_of(entries)
         for entry in entries:
             weight_map[entry.name] = file
             nbytes += entry.nbytes
-    if len(batches) > 1:
+    if count > 1:
         index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
         text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
-        files[f"{stem}.safetensors.index.json"] = lambda: [text]
+        files[f"{stem}.safetensors.index.json"] = iter([memoryview(text)])
     return files
 
 
-def _content(
-    reader: BoxReader, prefix: str, entries: list[Entry]
-) -> Iterator[bytearray | memoryview]:
+def _content(reader: BoxReader, prefix: str, entries: list[Entry]) -> Content:
     """Give the bytes of a file with tensors of a checkpoint."""
     # safetensors needs aligned elements, so wide ones are first.
     entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
-
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(shards.build_header(entries))
-        for batch in batched(entries, size_of, _BATCH):
-            tensors = reader.read(prefix + entry.name for entry in batch)
-            for tensor, entry in zip(tensors.values(), batch, strict=True):
-                yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
-
-    return shards.blocks(parts())
+    yield memoryview(shards.build_header(entries))
+    for batch in batched(entries, size_of, _BATCH):
+        tensors = reader.read(prefix + entry.name for entry in batch)
+        for tensor, entry in zip(tensors.values(), batch, strict=True):
+            yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
 
 
 def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> list[Entry]:
     """Return the tensors of a model, under their names in it."""
     given = dtype_of(dtype) if dtype is not None else torch.float32
     if given is None or not given.is_floating_point or given not in NAMES:
-        raise CheckpointError(
-            f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'."
-        )
+        raise CheckpointError(f"dtype={dtype!r}: expected one such as 'bfloat16'.")
     entries = []
     for name, stored in saved.tensors.items():
         if name.startswith(prefix):
@@ -253,17 +233,15 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
     # The names for libraries are first.
     old = sorted(filter(_WEIGHTS.fullmatch, names), key=lambda name: "-of-" in name)
     if old and not overwrite:
-        raise CheckpointError(
-            f"{out} has weights already ({old[0]}). overwrite=True replaces them."
-        )
+        raise CheckpointError(f"{out} has weights already ({old[0]}). Pass overwrite=True.")
     storage.make(out)
     for name, content in files.items():
         path = os.path.join(out, f".{name}.tmp")
         storage.remove(path)  # of an export that failed
-        storage.create(path, 0, content)
+        storage.create(path, 0, functools.partial(shards.blocks, content))
     storage.sync(out)
-    # A library never sees old files next to new ones: the file or index to open is removed first
-    # and added last.
+    # A library never sees old files next to new ones: the file or index
+    # to open is removed first and added last.
     for name in old:
         storage.remove(os.path.join(out, name))
     for name in files:
@@ -274,11 +252,9 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
 def _parse_size(size: int | str) -> int:
     """Return ``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30 each) in bytes."""
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(I?)B?", str(size).upper())
-    number = 0.0
-    if match and type(size) in (int, str):
-        number = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    if number < 1:
+    if match is None:
         raise CheckpointError(
-            f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
+            f"max_shard_size={size!r}: expected a number of bytes, or '5GB' for example."
         )
-    return int(number)
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
