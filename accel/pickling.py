@@ -119,8 +119,7 @@ def _children(obj: Any) -> dict[str, Any]:
 
 def _describe(obj: Any, error: Exception) -> str:
     if type(obj) is ModelHandle:
-        kind = type(raw(obj)).__name__
-        return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function"
+        return "ModelHandle; pass the raw module, and call accel.setup in the function"
     if isinstance(obj, FunctionType):
         code = obj.__code__
         name = "lambda" if obj.__name__ == "<lambda>" else f"function {obj.__qualname__}"

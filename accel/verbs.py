@@ -194,8 +194,7 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
         optimizer = model_or_optimizer
         engine = registry.find_engine_of(optimizer)
         if engine is None:
-            kind = type(optimizer).__name__
-            raise AccelError(f"{kind} isn't set up. Call accel.setup(model, optimizer).")
+            raise AccelError("The optimizer isn't set up. Call accel.setup(model, optimizer).")
     else:
         engine = registry.find_engine(model_or_optimizer)
     state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)

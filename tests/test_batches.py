@@ -54,11 +54,7 @@ def split_all() -> None:
     loader: Any = accel.setup(None, dataloaders=DataLoader(range(7), batch_size=2)).dataloaders  # type: ignore[arg-type]
     list(loader)
     rows = torch.tensor(accel.split([0, 1, 2, 3]))
-    with (
-        pytest.raises(accel.LoaderError, match="No loader has given these rows")
-        if world > 1
-        else contextlib.nullcontext()
-    ):
+    with pytest.raises(accel.LoaderError, match="No loader gave these rows") if world > 1 else contextlib.nullcontext():
         accel.gather_for_metrics(rows)  # of the loader or of the split
 
 

@@ -39,10 +39,9 @@ class Background:
         def run() -> None:
             try:
                 finish()
+                future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
 
         if self._release not in process.releases:
             process.releases.append(self._release)

@@ -14,17 +14,16 @@ from ..errors import CheckpointError, is_url, refuse_url
 from ..process import rank
 from .background import background
 from .reader import BoxReader
-from .record import NAME, Record, encode, is_record, read
+from .record import NAME, OTHER, Record, encode, is_record, read
 from .steps import explain, log_end, on_every_rank, on_running_ranks
 from .storage import StoreError, read_whole, storage_of
 
 logger = logging.getLogger("accel")
 
-#: Only files with these names are ever removed. accel 0.1 wrote some of them.
+#: Only files with these names are ever removed. Some are of old versions.
 _OURS: Final = re.compile(
-    r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors(\.tmp)?"
-    r"|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
-    r"|\.accel\.lock"
+    r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors"
+    r"|\.accel-[0-9a-f]{12}\.record|\.accel\.lock"
 )
 _NUMBER: Final = re.compile(r"\d+\Z")
 
@@ -43,8 +42,6 @@ def named(path: object) -> str:
     protocol, _, rest = text.partition("://")
     if protocol.lower() in ("file", "local"):
         return rest if rest.startswith("/") else refuse_url(text, CheckpointError)
-    if not rest.strip("/"):
-        raise CheckpointError(f"{text} has no bucket. Pass a URL such as 's3://bucket/run'.")
     return f"{protocol.lower()}://{re.sub('//+', '/', rest).rstrip('/')}"
 
 
@@ -66,10 +63,7 @@ def version_of(directory: str) -> str:
     version = storage_of(path).version(path)
     # Before anything is written into the directory of another program.
     if version and not is_record(path):
-        raise CheckpointError(
-            f"{path} has another format: it is not a record of accel. "
-            "Save into a different directory."
-        )
+        raise CheckpointError(f"{path} has another format. Save into a different directory.")
     return version
 
 
@@ -108,16 +102,9 @@ def check_sizes(directory: str, record: Record) -> dict[str, int]:
     sizes = storage_of(directory).sizes(directory)
     for file in record.files:
         path, size = os.path.join(directory, file.name), sizes.get(file.name)
-        if size is None:
-            raise CheckpointError(
-                f"{path} is missing: the checkpoint is not complete, or a save has replaced it. "
-                "Load again, or load another one."
-            )
         if size != file.size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, but {file.size} were written: it was cut or changed. "
-                "Load another checkpoint."
-            )
+            state = "is missing" if size is None else f"has {size} bytes: it was cut or changed"
+            raise CheckpointError(f"{path} of {file.size} bytes {state}. {OTHER}")
     return sizes
 
 
@@ -219,8 +206,6 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
             return
         old, new = absolute(src), absolute(dst)
         storage = storage_of(new)
-        if storage_of(old) is not storage:
-            raise CheckpointError(f"{old} and {new} are not in one store. Link inside a store.")
         record = read(old)
         check_sizes(old, record)
         version = version_of(new)
@@ -253,7 +238,6 @@ def verify(dir: str | os.PathLike[str]) -> None:
         # Each rank takes every so-many-th chunk of each file, as sizes of files differ.
         for file in range(len(record.files)):
             reader.verify(file, rank, world)
-        done = f"1 of {world} parts verified" if world > 1 else "verified"
-        log_end(directory, done, record.nbytes // world, begin)
+        log_end(directory, "verified", record.nbytes, begin)
 
     on_running_ranks("accel.verify", act)

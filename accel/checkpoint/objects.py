@@ -266,10 +266,8 @@ class OptimizerObject(StateObject):
         self._parameters: dict[str, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) not in names:
-                raise CheckpointError(
-                    f"this {type(optimizer).__name__} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not of its model. Make it part of the model."
-                )
+                shape = tuple(parameter.shape)
+                raise CheckpointError(f"a parameter of shape {shape} is not of its model. Add it.")
             self._parameters[names[id(parameter)]] = parameter
         self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
 

@@ -1,10 +1,8 @@
 """Decide which rank writes which elements of which tensor. Pure: boxes in, boxes out.
 
-Ranks hold disjoint or identical boxes of a tensor. The only rank that holds a box writes it. A box
-on several ranks is divided among them so that their bytes are equal.
-
-Most tensors of a model have few shapes, and tensors of one shape lie alike. So a rank tells the
-others its kinds of shards, and planning takes time by kinds and ranks, not by tensors and ranks.
+Ranks hold disjoint or identical boxes of a tensor. A box on several ranks is divided among them, so
+they write equally many bytes. The tensors of a model have few shapes. So a rank tells the others its
+kinds of shards, and planning takes time by kinds and ranks, not by tensors and ranks.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..shard import Box, expanded, flattened
+from . import old_format
 from .layout import Run
 from .shards import Written, checksum
 from .steps import explain, parsing
@@ -35,8 +36,8 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    #: The name in a file of another library.
-    key: str = ""
+    #: The names and places of boxes in files of another library or old version.
+    keys: Mapping[tuple[int, Box], tuple[str, int]] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
@@ -119,7 +120,7 @@ def exists(directory: str) -> bool:
 def is_record(path: str) -> bool:
     """True if a file begins like a record of accel, which may be damaged."""
     with storage_of(path).open(path) as file:
-        return file.read(0, min(len(_BEGIN), file.size)) == _BEGIN
+        return bytes(file.read(0, file.size)).startswith((_BEGIN, old_format.BEGIN))
 
 
 def read(directory: str) -> Record:
@@ -138,33 +139,33 @@ def _absent(directory: str) -> str:
     if not storage.is_directory(directory):
         problem = "is a file" if storage.version(directory) else "does not exist"
         return f"{directory} {problem}. Pass the directory of a checkpoint."
-    names = sorted(storage.names(directory))
-    inside = [name for name in names if exists(os.path.join(directory, name))]
-    if inside:
-        held = ", ".join(inside[-5:])
-        return f"{directory} holds checkpoints ({held}) but is none. Load one of them."
-    held = ", ".join(names[:5]) or "nothing"
-    return f"{directory} has no {NAME}, so it is not a checkpoint. It holds {held}."
+    for name in sorted(storage.names(directory), reverse=True):
+        if exists(os.path.join(directory, name)):
+            return f"{directory} holds checkpoints ({name}) but is none. Load one of them."
+    return f"{directory} has no {NAME}, so it is not a checkpoint."
 
 
 def parse(content: bytes, path: str) -> Record:
     """Return the record with this content, or raise as ``read``."""
-    if not content.startswith(_BEGIN):
-        raise CheckpointError(
-            f"{path} has another format: it is not a record of accel, or of version 1 or 2. "
-            "Load and save those with an accel of November 2026."
-        )
-    digits = content[-18:-2].decode("ascii", "replace")
-    is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
-    if not is_whole or digits != checksum(content[:-_TAIL]):
+    if content.startswith(old_format.BEGIN):
+        digits, expected = old_format.checksums(content)
+    elif content.startswith(_BEGIN):
+        digits = content[-18:-2].decode("ascii", "replace")
+        is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
+        expected = checksum(content[:-_TAIL]) if is_whole else ""
+    else:
+        raise CheckpointError(f"{path} has another format: it is not a record of accel.")
+    if digits != expected:
         raise CheckpointError(f"{path} is damaged: its checksum is wrong. {OTHER}")
     with parsing(f"{path} is not a record of accel"):
         body = json.loads(content)
-        if body["version"] != VERSION:
+        if body["version"] not in (1, 2, VERSION):
             raise CheckpointError(
                 f"{path} has version {body['version']!r} of the format, and this accel reads "
-                f"version {VERSION}. Please update accel."
+                f"versions up to {VERSION}. Please update accel."
             )
+        if body["version"] != VERSION:
+            old_format.update(body)
         return _build(body, digits)
 
 
@@ -180,6 +181,7 @@ def _build(body: Mapping[str, Any], digits: str) -> Record:
         runs: list[Run] = []
         for file, low, high, *rule in value["parts"]:
             runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
-        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), tuple(runs))
+        keys = value.get("keys", {})
+        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), tuple(runs), keys)
     plain = {name: body[name] for name in _PLAIN}
     return Record(files=files, tensors=tensors, digits=digits, **plain)

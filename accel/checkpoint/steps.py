@@ -93,8 +93,7 @@ def digest(value: Any) -> str:
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
     """Pause garbage collection, which looks through all objects of the program again and again."""
-    # A save of 3,000 tensors makes many small objects, and took twice the time.
-    was_on = gc.isenabled()
+    was_on = gc.isenabled()  # a save of 3,000 tensors took twice the time
     gc.disable()
     try:
         yield

@@ -47,10 +47,8 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     leaves = State({} if state is None else state).leaves
     models = [leaf.keys for leaf in leaves if isinstance(leaf.value, nn.Module)]
     if len(models) != 1 and state is not None:
-        raise CheckpointError(
-            f"{directory} has the weights of one model, and the state has "
-            f'{len(models)} models. Load them into {{"model": model}}.'
-        )
+        text = f"{directory} has the weights of one model, and the state {len(models)} models."
+        raise CheckpointError(f'{text} Load them into {{"model": model}}.')
     keys = models[0] if models else ()
     name = name_of(keys)
     values: Json = {TAG: "module", "extra": {}}
@@ -68,8 +66,9 @@ def open_checkpoint(directory: str, state: Any) -> Record:
             if dtype not in BY_NAME:
                 raise CheckpointError(f"{path}: accel can't load {key!r} of dtype {dtype}.")
             count = math.prod(shape)
-            runs = (Run(len(files), ((0, count),)),) if count else ()
-            tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, key)
+            run = Run(len(files), ((0, count),))
+            names = {(run.file, run.box): (key, 0)}
+            tensors[f"{name}/{key}"] = Stored(dtype, shape, (run,) if count else (), names)
         files.append(Written(path, file.size, ()))
     digits = shards.checksum(repr((files, tensors)).encode())
     return Record(files=files, tensors=tensors, values=values, digits=digits)
@@ -113,8 +112,7 @@ def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mappin
     if chosen is None or chosen not in models:
         problem = f"{len(models)} models" if name is None else f"no model {name!r}"
         names = ", ".join(map(repr, models)) or "none"
-        text = f"{directory} has {problem} ({names})"
-        raise CheckpointError(f"{text}. Choose with name={first!r}.")
+        raise CheckpointError(f"{directory} has {problem} ({names}). Choose with name={first!r}.")
     return chosen, models[chosen]
 
 
@@ -167,8 +165,7 @@ def export(
         model, node = choose(directory, saved, name)
         entries = _entries(saved, f"{model}/", dtype)
         if node["extra"] or not entries:
-            problem = "it has extra state or no tensors"
-            raise CheckpointError(f"{directory}: {model!r} can't be exported: {problem}.")
+            raise CheckpointError(f"{model!r} has extra state or no tensors to export.")
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
         reader = BoxReader(directory, saved)
         content = functools.partial(_content, reader, f"{model}/")

@@ -159,5 +159,4 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     if not isinstance(loader, LoaderHandle):
         return int(size) * world_size()
     state = loader._accel
-    replicas = 1 if state.options.split_batches else state.place.world
-    return int(size) * replicas
+    return int(size) * (1 if state.options.split_batches else state.place.world)

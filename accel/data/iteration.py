@@ -130,8 +130,7 @@ class Iteration:
     def __init__(self, state: LoaderState) -> None:
         process = state.place.process
         if process is not None and running() is not process and not ended():
-            text = "accel.teardown() has ended this loader."
-            raise LoaderError(f"{text} Pass the raw one to accel.setup().")
+            raise LoaderError("accel.teardown() ended this loader. Pass the raw one to setup().")
         state.release()
         self._state = state
         self._moves = state.options.move and state.place.device.type != "cpu"

@@ -73,8 +73,7 @@ def _rows_of(loader: Any, data: Any, objects: bool) -> Rows:
     if rows is None and world_size() == 1 and not isinstance(loader, DataLoader):
         rows = Rows(WHOLE, 0, 1)
     if rows is None:
-        text = "No loader has given these rows."
-        raise LoaderError(f"{text} Pass the loader of accel.setup or split items.")
+        raise LoaderError("No loader gave these rows. Pass the loader or the items of split().")
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, Final, final
 
@@ -78,7 +79,7 @@ class SampleSource:
     head: list[Any] = field(default_factory=list)
 
     def chunks(self, stream: int | None = None) -> Iterator[list[Any]]:
-        """Yield the items of global steps, in the worker ``stream`` of a stream."""
+        """Return the items of global steps, in the worker ``stream`` of a stream."""
         start, width, world = self.start, self.division.width, self.division.world
         context = self._generators(stream)
         if stream is not None:
@@ -90,17 +91,17 @@ class SampleSource:
         order = _drawn(items, context, width if is_lazy else max(width, _BLOCK))
         used = start.at[stream or 0] if start.at else 0
         self.head = list(islice(order, min(used, world - 1)))
-        self.read = len(self.head)
-        self.read += sum(1 for _ in islice(order, used - self.read))
+        self.read = len(self.head) + sum(1 for _ in islice(order, used - len(self.head)))
         # loader.skip() counts full steps, but the last step may have fewer items.
         if used - self.read >= width:
-            kind = type(self.items).__name__
-            text = f"The {kind} gives a shorter epoch than the batches to skip."
-            raise LoaderError(f"{text} Use the same dataset and sampler.")
-        while chunk := list(islice(order, width)):
-            self.head += chunk[: world - 1 - len(self.head)]
+            raise LoaderError("This is a shorter epoch than the batches to skip. Use its dataset.")
+        return self._cut(order, stream or 0)
+
+    def _cut(self, order: Iterator[Any], stream: int) -> Iterator[list[Any]]:
+        while chunk := list(islice(order, self.division.width)):
+            self.head += chunk[: self.division.world - 1 - len(self.head)]
             self.read += len(chunk)
-            self.tag = Tag(stream or 0, len(chunk))
+            self.tag = Tag(stream, len(chunk))
             yield chunk
 
     def _generators(self, stream: int | None) -> Context:
@@ -197,8 +198,7 @@ class RawReader(Reader):
 
     def position(self) -> Position:
         if self.given and self.tag.own is None:
-            text = f"{type(self._loader).__name__} has no state_dict()."
-            raise LoaderError(f"{text} Save between epochs.")
+            raise LoaderError("The loader has no state_dict(). Save between epochs.")
         return super().position()
 
     def __len__(self) -> int:
@@ -221,14 +221,20 @@ class SamplerReader(Reader):
             samples = min(source.division.width, source.read - before)
             if samples <= 0:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
-                text = "The loader doesn't give one batch for each batch of its sampler."
-                raise LoaderError(f"{text} Use shard=False.")
+                raise LoaderError("The loader gives no batch of its own sampler. Use shard=False.")
             yield Tag(0, samples), batch
             before += samples
 
     def __iter__(self) -> Iterator[Any]:
+        # torch calls iter() of a custom batch sampler before it draws the seed of the workers,
+        # and all other samplers draw when the loader asks for the first batch.
+        is_generator = isgeneratorfunction(type(self._source.items).__iter__)
+        is_eager = self._source.division.units and not is_generator
+        return self._batches(self._source.chunks() if is_eager else None)
+
+    def _batches(self, chunks: Iterator[list[Any]] | None) -> Iterator[Any]:
         source, division = self._source, self._source.division
-        for chunk in source.chunks():
+        for chunk in chunks or source.chunks():
             share = portion(chunk, division, source.head)
             if share:
                 yield share[0] if division.units else share

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
+from ..process.packing import bytes_of, is_dense, to_bytes
 from ..process.rng import is_generator, seed_of
 from ..trees import walk
 
@@ -100,8 +101,7 @@ def length_of(sized: Any) -> int | None:
 
 def mix(*values: Any) -> int:
     """Hash plain values to a seed of 63 bits."""
-    digest = blake2b(repr(values).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def parts_of(sampler: Any) -> list[Any]:
@@ -148,13 +148,16 @@ def identity(items: Any) -> int:
 
     def visit(path: str, leaf: Any) -> Any:
         is_text = isinstance(leaf, int | str | bytes)
-        dtype = str(getattr(leaf, "dtype", ""))
-        # Texts of other objects have their addresses, and those of tensors their device.
-        if is_text or dtype or isinstance(leaf, float):
-            text = repr(leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
-            # Labels and tokens have wide integers, and pixels have bytes.
-            is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
-            checksums[is_name] = zlib.crc32(text.encode(), checksums[is_name])
+        dtype, content = str(getattr(leaf, "dtype", "")), b""
+        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and leaf.numel():
+            content = bytes(to_bytes(bytes_of(leaf, torch.device("cpu"))))
+        elif is_text or isinstance(leaf, float):
+            content = repr(leaf).encode()
+        elif hasattr(leaf, "tobytes") and dtype != "object":  # objects are stored by address
+            content = leaf.tobytes()
+        # Labels and tokens have wide integers, and pixels have bytes.
+        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
+        checksums[is_name] = zlib.crc32(content, checksums[is_name])
         return leaf
 
     walk(visit, items, "")
@@ -167,6 +170,4 @@ def first_sample(dataset: Any) -> str:
     while type(dataset) is Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
     is_in_memory = type(dataset) in (TensorDataset, list, tuple, torch.Tensor)
-    if not is_in_memory or not length_of(dataset):
-        return ""
-    return str(identity(dataset[index]))
+    return str(identity(dataset[index])) if is_in_memory and length_of(dataset) else ""

@@ -112,8 +112,7 @@ class StreamReader(Reader):
         if mode == DISPATCHED:
             parts.update(batch_sampler=None, batch_size=None)
         elif not division.units:
-            batch, drop_last = division.batch, loader.drop_last
-            parts["batch_sampler"] = BatchSampler(loader.sampler, batch, drop_last)
+            parts["batch_sampler"] = BatchSampler(loader.sampler, division.batch, loader.drop_last)
         loader.collate_fn = partial(_tagged, self._loader.collate_fn, source, mode)
         in_step = mode == DISPATCHED or (mode == SHARDS and division.even)
         if in_step and process is not None:

@@ -106,8 +106,8 @@ def _integer(env: Environ, name: str) -> int:
     try:
         return int(value)
     except ValueError:
-        text = f"{name} is {value!r} instead of an integer"
-        raise AccelError(f"{text}. Set all variables of your launcher.") from None
+        text = f"{name} must be an integer, and is {value}."
+        raise AccelError(f"{text} Set all variables of your launcher.") from None
 
 
 def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:

@@ -81,7 +81,7 @@ def test_subclasses_of_dataloader() -> None:
         def __iter__(self) -> Any:
             return iter([[0], [0]])
 
-    with pytest.raises(LoaderError, match="one batch for each batch of its sampler"):
+    with pytest.raises(LoaderError, match="no batch of its own sampler"):
         next(iter(make(Repeating(Numbers(5)))))
 
 

@@ -59,8 +59,8 @@ class DriftGuard:
     @property
     def progress(self) -> str:
         """The number of steps on this rank, as text."""
-        is_broken = 0 < self.steps == self.broken
-        return f"{self.steps} steps" + (", the last of which was interrupted" if is_broken else "")
+        text = ", the last of which was interrupted" if 0 < self.steps == self.broken else ""
+        return f"{self.steps} steps{text}"
 
     def restart(self) -> None:
         """Count from 0, on every rank."""

@@ -300,8 +300,7 @@ class Engine(ABC):
     def join(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks have different numbers of batches."""
         if self.distributed:
-            name = self.name
-            raise BackendError(f"backend {name!r} does not support uneven inputs (accel.join)")
+            raise BackendError(f"backend={self.name!r} does not support accel.join().")
         return contextlib.nullcontext()
 
     @final

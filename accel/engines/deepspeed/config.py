@@ -191,8 +191,7 @@ def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
         if stage < 3 and not p.requires_grad:
             continue
         if dtype is torch.float64 or dtype.is_complex or not p.numel():
-            kind = f"{dtype} of shape {tuple(p.shape)}"
-            raise BackendError(f'DeepSpeed can\'t shard {name} ({kind}). Use backend="fsdp".')
+            raise BackendError(f"DeepSpeed can't shard {name} ({p.numel()} {dtype}). Use 'fsdp'.")
         if not dtype.is_floating_point:
             continue
         first = first or (name, dtype)
