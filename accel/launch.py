@@ -108,7 +108,7 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
             time.sleep(_POLL_SECONDS)
             failed = _collect_ended(running)
         if failed:
-            time.sleep(0.5)  # failures with one cause arrive within this time
+            time.sleep(1)  # failures with one cause arrive within this time
             _raise_first(title, failed | _collect_ended(running), folder)
     finally:
         for process in running.values():
