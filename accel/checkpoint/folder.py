@@ -103,8 +103,8 @@ def check_sizes(directory: str, record: Record) -> dict[str, int]:
     for file in record.files:
         path, size = os.path.join(directory, file.name), sizes.get(file.name)
         if size != file.size:
-            state = "is missing" if size is None else f"has {size} bytes: it was cut or changed"
-            raise CheckpointError(f"{path} of {file.size} bytes {state}. {OTHER}")
+            state = "is missing" if size is None else f"was cut or changed to {size} bytes"
+            raise CheckpointError(f"{path} {state}: the checkpoint is not complete. {OTHER}")
     return sizes
 
 
@@ -206,6 +206,8 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
             return
         old, new = absolute(src), absolute(dst)
         storage = storage_of(new)
+        if storage_of(old) is not storage:
+            raise CheckpointError(f"{old} and {new} are not in one store.")
         record = read(old)
         check_sizes(old, record)
         version = version_of(new)

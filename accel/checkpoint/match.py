@@ -177,8 +177,7 @@ def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
     return getattr(container, "_make", type(container))(items)
 
 
-#: Differences in a message. A wrong model may differ in thousands of tensors.
-_FIRST: Final = 10
+_FIRST: Final = 10  # differences in a message
 
 
 def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:

@@ -27,12 +27,9 @@ from .values import TAG, Decoder, Encoder, Json, Placeholder
 class Stage(IntEnum):
     """The order in which a load fills objects."""
 
-    #: They may refuse their state, so they are first.
-    STATE_DICTS = 1
-    #: Modules and optimizers, whose tensors are read just before.
+    STATE_DICTS = 1  # they may refuse their state
     TENSORS = 2
-    #: Filling the other objects may draw random numbers.
-    RANKS = 3
+    RANKS = 3  # filling the other objects may draw random numbers
 
 
 class StateObject(Placeholder):
@@ -247,7 +244,6 @@ def _module_object(module: nn.Module) -> StateObject:
 class OptimizerObject(StateObject):
     """An optimizer: raw, or of an engine. Parameters outside its groups are left alone."""
 
-    # Parameters without ``names``, by id, are matched by position.
     kind = "optimizer"
     merged = True
     divided = "state"

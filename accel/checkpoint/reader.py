@@ -274,14 +274,15 @@ class _ShardFile:
         for view in chunk.views:
             for at in range(0, len(view), file.step):
                 parts.append(view[at : at + file.step])
-        offset, digest = chunk.begin, xxhash.xxh3_64()
-        for step in batched(parts, len, file.step):
-            file.fill(offset, step)
-            for part in step:
-                digest.update(part)
-                offset += len(part)
-        if digest.hexdigest() == self.checksums[chunk.number]:
-            return
+        for _ in range(file.tries):
+            offset, digest = chunk.begin, xxhash.xxh3_64()
+            for step in batched(parts, len, file.step):
+                file.fill(offset, step)
+                for part in step:
+                    digest.update(part)
+                    offset += len(part)
+            if digest.hexdigest() == self.checksums[chunk.number]:
+                return
         names = [piece.key for piece, _, _ in chunk.segments] or self._keys
         inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
         place = f"between bytes {chunk.begin} and {chunk.end}{inside}"

@@ -130,7 +130,7 @@ class Remote:
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[File]:
         size, fill = int(self.ask("info", path)["size"]), functools.partial(self._fill, path)
-        yield File(path, size, fill, step=CHUNK, in_flight=self._in_flight)
+        yield File(path, size, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
 
     def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> None:
         end = offset + sum(map(len, views))

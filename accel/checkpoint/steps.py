@@ -26,12 +26,10 @@ M = TypeVar("M")
 
 #: Gives every rank's value of a step.
 Gather = Callable[[str, object], list[Any]]
-#: A text for ``check_equal``.
 ARGUMENTS: Final = (
     "{name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
     "Pass the same {name} on every rank."
 )
-#: The name of the process group of the thread that saves.
 _GROUP: Final = "accel background"
 
 

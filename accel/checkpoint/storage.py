@@ -71,6 +71,8 @@ class File:
     step: int = 256 << 10
     #: Threads that read at a time. 0: as many as the rank has cores.
     in_flight: int = 0
+    #: How often a chunk with a wrong checksum is read, because a network may have changed it.
+    tries: int = 1
 
     def read(self, offset: int, count: int) -> bytearray:
         """Return some bytes."""

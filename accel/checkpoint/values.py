@@ -165,6 +165,8 @@ class Encoder:
             return self._encode_items(enumerate(content), path)
         pairs = []
         for key, item in content.items():
+            if key != key:
+                raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
             name = self.encode(key, f"the key {key!r} of {path}")
             pairs.append([name, self.encode(item, place(path, key))])
         return pairs

@@ -124,7 +124,7 @@ def test_differences_are_listed(tmp_path: Path) -> None:
         assert part in str(caught.value)
     assert torch.equal(model.weight, before)
     assert accel.load(tmp_path) == {}
-    with pytest.raises(CheckpointError, match="the state has 2 models"):
+    with pytest.raises(CheckpointError, match="the state 2 models"):
         accel.load(tmp_path, {"a": model, "b": nn.Linear(1, 1)})
 
 

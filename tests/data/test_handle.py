@@ -74,7 +74,7 @@ def test_subclasses_of_dataloader() -> None:
     iterator = iter(off)
     assert off.state_dict()["consumed"] == 0
     next(iterator)
-    with pytest.raises(LoaderError, match="Shouting has no state_dict"):
+    with pytest.raises(LoaderError, match="The loader has no state_dict"):
         off.state_dict()
 
     class Repeating(DataLoader[Any]):

@@ -125,7 +125,7 @@ def test_gather_in_one_process() -> None:
     assert gather_for_metrics(data, handle) is data
     list(handle)
     assert gather_for_metrics(data) is data
-    with pytest.raises(LoaderError, match="the loader of accel.setup"):
+    with pytest.raises(LoaderError, match="Pass the loader or the items of split"):
         gather_for_metrics(data, numbers(4))  # type: ignore[arg-type]
 
 
