@@ -110,11 +110,11 @@ def load(
     report(loading.directory, summaries, strict)
     for summary in summaries:
         for name in summary.unfit_optimizers:
-            # AdamW can't step a parameter with a step counter and no moments.
+            # Skip the optimizer. AdamW can't step with a step counter and no moments.
             loading.objects.pop(name, None)
     result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
-        # ZeRO's bf16 weights follow their fp32 copies, and optimizers froze parameters.
+        # Copy ZeRO's fp32 weights to bf16. Optimizers may have changed requires_grad.
         engine.holdings.filled()
         engine.refresh()
     log_end(loading.directory, "loaded", loading.nbytes, begin)
@@ -130,7 +130,6 @@ class Loading:
         self.record = record = open_checkpoint(directory, state)
         self._reader = BoxReader(directory, record)
         self._convert = convert
-        #: The bytes of the shards on this rank.
         self.nbytes = 0
         #: The tensors in plain values.
         self._tensors: dict[str, torch.Tensor] = {}
@@ -141,7 +140,7 @@ class Loading:
         self.summary.digits = {directory: record.digits}
         self.objects = self._match.objects
         self.summary.structure = {"": digest(structure_of(self.objects.values()))}
-        #: The names of tensors in the record, by object and by their names in it.
+        #: For each object, the names of its tensors, and their names in the record.
         names = defaultdict[str, dict[str, str]](dict)
         for name in record.tensors:
             owner = name
@@ -160,14 +159,15 @@ class Loading:
             saved_extra = {*entry.node["extra"]}
             for name in sorted(extra - saved_extra):
                 summary.missing.append(f"{entry.path}, {name}")
-            untouched = names.keys() - _untie(entry.module, names)
+            first_names = _untie(entry.module, names)
+            untouched = names.keys() - first_names
             untouched |= saved_extra - extra
         manifest = {}
         for name, saved_name in names.items():
             stored = tensors[saved_name]
             manifest[name] = (stored.shape, BY_NAME[stored.dtype])
         for name, slot in entry.slots(manifest):
-            # Hooks of a module may change the names in its state dict.
+            # Hooks of state_dict() may rename tensors, so _untie doesn't know the name.
             untouched.discard(name)
             here = f"{entry.path}, {name}" if name else entry.path
             if name not in names:
@@ -187,12 +187,12 @@ class Loading:
         """Decode all values to use, before anything is changed."""
         nodes = list(self._match.plain)
         nodes += [entry.node for entry in self.objects.values()]
-        # The names of objects begin otherwise.
+        # The tensors of objects have different names. They are read later.
         names = {n for n in stored_tensors(nodes) if n.startswith(OF_VALUES)}
         self._tensors.update(self._reader.read(sorted(names)))
         self._match.decode()
         left_out = self._match.left_out
-        # Optimizers of torch accept a state dict without its tensors, and begin anew.
+        # torch's optimizers would silently start from zero with such a state dict.
         if left_out and rank() == 0:
             text = (
                 "%s: accel.load without a state returns no tensors: %d are left out, "
@@ -220,23 +220,23 @@ class Loading:
         """Change the state. Errors say that it is partly filled."""
         try:
             self._restart_guards()
-            self._fill(Stage.STATE_DICTS)
+            self._fill_values(Stage.STATE_DICTS)
             with torch.no_grad():
                 self._fill_tensors()
-                self._fill(Stage.TENSORS)
+                self._fill_values(Stage.TENSORS)
             result = self._match.update()
-            self._fill(Stage.RANKS)
+            self._fill_values(Stage.RANKS)
         except Exception as error:
             raise CheckpointError(f"{explain(error).rstrip('.')}; {_PARTLY}") from error
         return result
 
-    def _fill(self, stage: Stage) -> None:
+    def _fill_values(self, stage: Stage) -> None:
         for entry in self.objects.values():
             if entry.stage is stage:
                 entry.fill(entry.values)
 
     def _restart_guards(self) -> None:
-        """Forget interrupted steps of models loaded with all their optimizers."""
+        """Restart the comparisons of ranks for models loaded with all optimizers."""
         raws = {id(getattr(entry, entry.kind, None)) for entry in self.objects.values()}
         for engine in self.engines:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):

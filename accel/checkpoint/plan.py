@@ -28,8 +28,8 @@ class BoxKind:
     dtype: str
     shape: tuple[int, ...]
     box: Box
-    #: True if nothing keeps the values equal on all ranks. Then the lowest rank writes its own.
-    lead: bool
+    #: True if nothing keeps the values equal on all ranks. Then the lowest rank writes them.
+    one_writer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All shards on one rank. Ranks with the same names and other boxes have equal tables."""
+    """All shards on one rank. Ranks often have the same names (table) and different boxes (kinds)."""
 
     table: Table
     kinds: tuple[BoxKind, ...]
@@ -156,7 +156,7 @@ def make_plan(listings: tuple[Listing, ...]) -> WritePlan:
         names_of[like] = names
         sets, boxes = [], []
         for box, ranks in _holders(like, held).items():
-            if len(ranks) == 1 or kinds[like].lead:
+            if len(ranks) == 1 or kinds[like].one_writer:
                 sets.append((min(ranks),))
                 boxes.append(box)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import time
@@ -117,8 +116,8 @@ def save(
 
     (contents, version), messages = exchange("accel.save", prepare)
     check_equal(messages, _DIFFERENCES)
-    plan = make_plan(contents.complete(messages, rank))
-    items = shards.items_of(plan.entries(rank), contents.shards)
+    plan = make_plan(contents.merge(messages, rank))
+    items = shards.write_items(plan.entries(rank), contents.shards)
     # A thread must not keep the tensors of the state alive, so it gets only the values.
     writing = Writing(
         folder.absolute(dir), version, rank, begin, keep, messages, plan, contents.values
@@ -146,15 +145,15 @@ class Message:
     progress: dict[str, str] = field(default_factory=dict)
     #: The values that belong to this rank alone, by the name of the object.
     own: dict[str, Json] = field(default_factory=dict)
-    #: A name for the save. That of rank 0 is used.
-    save: str = field(default_factory=partial(secrets.token_hex, 6))
+    #: The id in the names of files. Rank 0's is used.
+    save_id: str = field(default_factory=partial(secrets.token_hex, 6))
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The content of a save on one rank."""
 
-    #: The state as JSON. Nodes of merged objects have this rank's entries until ``complete``.
+    #: The state as JSON. Before ``merge``, nodes of merged objects have this rank's entries alone.
     values: dict[str, Json]
     objects: list[StateObject]
     shards: list[LocalShard]
@@ -165,10 +164,11 @@ class Contents:
         return [one for one in self.objects if one.merged]
 
     def message(self, arguments: dict[str, object]) -> Message:
-        lead = sorted(one.shard.name for one in self.shards if not one.equal)
+        # A single rank writes these, so all ranks must have them.
+        single = sorted(one.shard.name for one in self.shards if not one.equal)
         message = Message(
             arguments=arguments,
-            structure={"": digest([structure_of(self.objects), lead])},
+            structure={"": digest([structure_of(self.objects), single])},
             nodes=digest([one.node for one in self.merged]),
             table=self.listing.table.digest,
             kinds=self.listing.kinds,
@@ -177,12 +177,12 @@ class Contents:
             if one.engine is not None:
                 message.progress[one.path] = one.engine.drift.progress
             if isinstance(one, RankObject):
-                # In the record, because each tensor in a file belongs to all ranks.
+                # It goes into the record, because files have no values of single ranks.
                 message.own[one.name] = one.state(Encoder(None))
         return message
 
-    def complete(self, messages: Sequence[Message], rank: int) -> tuple[Listing, ...]:
-        """Merge the nodes of all ranks if they differ, and return all listings. Collective."""
+    def merge(self, messages: Sequence[Message], rank: int) -> tuple[Listing, ...]:
+        """Merge all ranks' nodes into ``values``. Return all ranks' listings. Collective."""
         table, nodes = self.listing.table, set()
         holders: dict[str, int] = {}
         for number, message in enumerate(messages):
@@ -217,7 +217,7 @@ def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
     encoder = Encoder(store)
     values, objects = State(state).encode(encoder)
     for one in objects:
-        one.node.update(one.value(encoder))
+        one.node.update(one.value(encoder))  # the node is in ``values`` already
     for one in objects:
         for local in one.shards():
             name = local.shard.name
@@ -229,10 +229,10 @@ def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """The part of a save for a thread, if it runs in the background."""
+    """The second half of a save. It needs no model, so a thread can run it."""
 
     directory: str
-    #: Rank 0's record before the save.
+    #: The version of the record that the save replaces, on rank 0.
     version: str
     rank: int
     begin: float
@@ -243,8 +243,8 @@ class Writing:
 
     def finish(self, items: Sequence[WriteItem], gather: Gather) -> None:
         """Write this rank's file and, on rank 0, the record once all files exist. Collective."""
-        storage, save = storage_of(self.directory), self.messages[0].save
-        name = f"accel-{save}-{self.rank:05d}.safetensors"
+        storage, save_id = storage_of(self.directory), self.messages[0].save_id
+        name = f"accel-{save_id}-{self.rank:05d}.safetensors"
 
         def write() -> tuple[None, Written | None]:
             storage.make(self.directory)
@@ -255,7 +255,7 @@ class Writing:
         try:
             _, files = exchange("accel.save (writing)", write, gather)
         except CheckpointError:
-            # All ranks know that no record will name it.
+            # A rank has reported a failure, so all ranks know that no record will name it.
             with contextlib.suppress(OSError):
                 storage.remove(os.path.join(self.directory, name))
             raise
@@ -263,14 +263,13 @@ class Writing:
         def replace_record() -> None:
             if self.rank:
                 return
-            # The number of a rank's file. Ranks that write nothing have none.
-            numbers = itertools.accumulate(map(bool, files), initial=0)
+            writers = [rank for rank, file in enumerate(files) if file]
             record = Record(
-                id=save,
+                id=save_id,
                 time=time.time(),
                 world_size=len(files),
                 files=list(filter(None, files)),
-                tensors=self.plan.stored(dict(enumerate(numbers))),
+                tensors=self.plan.stored({rank: n for n, rank in enumerate(writers)}),
                 values=self.values,
                 ranks=[message.own for message in self.messages if message.own],
             )

@@ -149,8 +149,8 @@ class WriteItem:
                 yield tensor[slices(box)].reshape(-1).contiguous()
 
 
-def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
-    """Return the entries of this rank with the shards around them."""
+def write_items(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
+    """Find the local tensor for each entry of this rank."""
     held: dict[str, list[Shard]] = {}
     for one in shards:
         held.setdefault(one.shard.name, []).append(one.shard)

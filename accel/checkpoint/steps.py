@@ -118,7 +118,8 @@ def background_gather(process: Process) -> Gather:
         try:
             return gather_values(value, group, process.timeout)
         except RuntimeError as error:
-            raise CheckpointError(f"{step}: {reason_of(error)}") from error
+            # No CheckpointError: rank 0 may have got all answers, and commit.
+            raise AccelError(f"{step}: {reason_of(error)}") from error
 
     return gather
 

@@ -59,7 +59,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
         name = f"accel-{SAVE}-{rank:05d}.safetensors"
         written = Written(name, 1 << 40, ("0" * 16,))
         if rank in needed:
-            items = shards.items_of(plan.entries(rank), _rows_of(rank, world, rows, memory))
+            items = shards.write_items(plan.entries(rank), _rows_of(rank, world, rows, memory))
             written = shards.write(directory, name, items)
         files.append(written)
     new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})

@@ -186,8 +186,7 @@ def _cpu_adam(model: nn.Module) -> Any:
 
 def _raw_deepspeed(workload: Workload, stage: int, offload: bool) -> Step:
     model, optimizer = workload.build()
-    numel = sum(p.numel() for p in model.parameters())
-    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel)
+    config = Configuration(DeepSpeed(stage=stage)).complete(list(model.parameters()))
     # accel sets this for a raw loop. DeepSpeed's own loop does without.
     del config["managed_gradient_accumulation"]
     if offload:

@@ -87,7 +87,7 @@ class Job:
         storage_of(self.directory).make(self.directory)
         files = {}
         for rank, one in enumerate(self.contents):
-            if items := shards.items_of(self.plan.entries(rank), one.shards):
+            if items := shards.write_items(self.plan.entries(rank), one.shards):
                 files[rank] = shards.write(self.directory, f"accel-{self.save}-{rank:05d}.safetensors", items)
         return files
 
