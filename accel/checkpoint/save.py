@@ -165,10 +165,10 @@ class Contents:
 
     def message(self, arguments: dict[str, object]) -> Message:
         # A single rank writes these, so all ranks must have them.
-        single = sorted(one.shard.name for one in self.shards if not one.equal)
+        of_one_rank = sorted(one.shard.name for one in self.shards if not one.equal)
         message = Message(
             arguments=arguments,
-            structure={"": digest([structure_of(self.objects), single])},
+            structure={"": digest([structure_of(self.objects), of_one_rank])},
             nodes=digest([one.node for one in self.merged]),
             table=self.listing.table.digest,
             kinds=self.listing.kinds,

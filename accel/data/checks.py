@@ -74,7 +74,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
     elif options.split_batches and shape.batch % world:
-        problem = f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch}."
+        problem = f"split_batches: batch_size={shape.batch} isn't a multiple of {world} ranks."
     elif not options.shard:
         return
     elif is_stream and type(loader).__iter__ is not DataLoader.__iter__:
@@ -87,7 +87,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         is_distributed = hasattr(part, "num_replicas") or hasattr(part, "num_processes")
         if isinstance(part, Sampler) and is_distributed:
             kind = type(part).__name__
-            problem = f"The loader is distributed already, by a {kind}. Use shard=False."
+            problem = f"The loader is distributed already, by a {kind}. Remove the sampler."
     if problem:
         raise LoaderError(problem)
 

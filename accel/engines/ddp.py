@@ -72,8 +72,9 @@ def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDa
     """Return a reducer of the trainable parameters. Collective."""
     known = inspect.signature(DistributedDataParallel).parameters
     given: dict[str, Any] = {"process_group": process.group, "init_sync": False}
-    for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
-        given[name] = getattr(options, name)
+    given["bucket_cap_mb"] = options.bucket_cap_mb
+    given["gradient_as_bucket_view"] = options.gradient_as_bucket_view
+    # Not find_unused_parameters: a penalty may give gradients to parameters outside of the forward.
     if "batched_grad_copy" in known:
         given["batched_grad_copy"] = options.batched_grad_copy
     # accel broadcasts buffers once a step. torch 2.13 renamed the option.
@@ -110,10 +111,9 @@ _NOTHING: Final[Look] = ([], [])
 class DDPGradients(AveragedGradients):
     """Gradients averaged by torch's reducer during a backward.
 
-    A forward *arms* the reducer for the next backward. The reducer misses
-    the gradients of a second backward of the same forward, of a method, and
-    of a raw submodule. accel averages them at the end of their backward. It
-    averages gradients of ``no_sync`` later.
+    A forward *arms* the reducer for the next backward. The reducer misses gradients of
+    a second backward, of a method, and of a raw submodule. accel averages them at the
+    end of their backward, and those of ``no_sync`` later.
     """
 
     deferred = False
@@ -187,7 +187,8 @@ class DDPGradients(AveragedGradients):
                 self.ddp.reducer._check_reducer_finalized()  # type: ignore[union-attr]
             except RuntimeError:
                 waits = True
-            if completed and not waits and self._reached_reducer():
+            agrees = self.engine.options.find_unused_parameters
+            if completed and not waits and not agrees and self._reached_reducer():
                 # The usual backward: the reducer has averaged all gradients.
                 self.armed = False
                 self.final = self.plain = True
@@ -221,9 +222,8 @@ class DDPGradients(AveragedGradients):
         self.interrupted = engine.distributed
         if not completed or not engine.distributed:
             return
-        if waits:
-            self._finish_reduction(indices)
         if waits or (self.armed and not indices.isdisjoint(self._trained)):
+            self._finish_reduction(indices, waits)
             self.armed = False
             self.final = indices.issubset(self._trained)
         self.interrupted = False
@@ -238,40 +238,49 @@ class DDPGradients(AveragedGradients):
         self.engine.drift.count()
         self.buffers.synchronize()
 
-    def _finish_reduction(self, indices: set[int]) -> None:
+    def _finish_reduction(self, indices: set[int], waits: bool) -> None:
         """End a reduction if only ``indices`` got a gradient. Collective.
 
         A model with two heads has a backward for each of them.
         """
-        assert self.ddp is not None
         engine = self.engine
-        reducer: Any = self.ddp.reducer
         missing = sorted(set(self._trained) - indices)
-        names = ", ".join(map(engine.names.__getitem__, missing[:5]))
-        options = f"accel.{type(engine.options).__name__}(find_unused_parameters=True)"
-        engine.compare(
-            f"{len(missing)} parameters got no gradient in the last backward: {names}. "
-            f"If ranks use different parameters, pass backend={options}",
-            missing,
-        )
-        empty: list[nn.Parameter] = []
+        unused, agrees = set(missing), engine.options.find_unused_parameters
+        if waits and not agrees:
+            names = ", ".join(map(engine.names.__getitem__, missing[:5]))
+            options = f"accel.{type(engine.options).__name__}(find_unused_parameters=True)"
+            engine.compare(
+                f"{len(missing)} parameters got no gradient in the last backward: {names}. "
+                f"If ranks use different parameters, pass backend={options}",
+                missing,
+            )
+        empty = self._mark_ready(missing) if waits else {}
+        if agrees:
+            unused.intersection_update(*agree(f"used parameters ({engine.label})", missing))
+        for index in unused & empty.keys():
+            # AdamW would decay a weight that has a gradient of zeros.
+            empty[index].grad = None
+
+    def _mark_ready(self, missing: list[int]) -> dict[int, nn.Parameter]:
+        """Let the reducer end without these parameters. Return those without a gradient."""
+        assert self.ddp is not None
+        engine, reducer = self.engine, self.ddp.reducer
+        empty: dict[int, nn.Parameter] = {}
 
         def mark_ready(_: Tensor) -> None:
             for index in missing:
                 p = engine.parameters[index]
                 if p.grad is None:
-                    empty.append(p)
+                    empty[index] = p
                     p.grad = torch.zeros_like(p)
-                reducer._autograd_hook(self._trained.index(index))
+                reducer._autograd_hook(self._trained.index(index))  # type: ignore[attr-defined]
 
         # The reducer waits for its buckets in a callback, which only a backward has.
         start = torch.zeros((), requires_grad=True, device="cpu")
         end = start.clone()
         end.register_hook(mark_ready)
         torch.autograd.grad(end, start)
-        for p in empty:
-            # AdamW would decay a weight that has a gradient of zeros.
-            p.grad = None
+        return empty
 
     def recover(self) -> None:
         """Build a new reducer after dropped gradients. Collective."""
@@ -294,11 +303,7 @@ class DDPGradients(AveragedGradients):
     def average(self) -> bool:
         if self.interrupted:
             self._refuse_incomplete()
-        averaged = super().average()
-        if self.ddp is not None and not self.armed:
-            # With find_unused_parameters, the reducer counts these gradients as its own.
-            self.ddp.reducer._reset_state()
-        return averaged
+        return super().average()
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -365,8 +370,7 @@ class DDPEngine(AveragingEngine):
         if function is not self.entry:
             return function(*args, **kwargs)
         ddp = gradients.ddp
-        # torch.export can't trace DDP.forward.
-        if ddp is None or torch.compiler.is_exporting():
+        if ddp is None:
             return self._core(*args, **kwargs)
         out = ddp(*args, **kwargs)
         if trains and not gradients.accumulating:
@@ -377,6 +381,8 @@ class DDPEngine(AveragingEngine):
     def join(self) -> Iterator[None]:
         """Let ranks without inputs mirror the others' reductions."""
         gradients = self.gradients
+        if self.options.find_unused_parameters:
+            raise BackendError("accel.join doesn't work with find_unused_parameters=True.")
         if gradients.ddp is None:
             yield
             return

@@ -95,8 +95,8 @@ class Foreign(Sampler[int]):
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: sampled(DistributedSampler(Numbers(4), 1, 0)), {}, "distributed already, by a DistributedSampler"),
     (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
-    (lambda: numbers(9, 4), {"split_batches": True}, "needs a multiple of 3 ranks, not batch_size=4"),
-    (ragged, {"split_batches": True}, "needs a multiple of 3 ranks, not batch_size=1"),
+    (lambda: numbers(9, 4), {"split_batches": True}, "batch_size=4 isn't a multiple of 3 ranks"),
+    (ragged, {"split_batches": True}, "batch_size=1 isn't a multiple of 3 ranks"),
     (lambda: numbers(9, 3), {"dispatch": True}, "dispatch=True needs an iterable dataset"),
     (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "needs an iterable dataset, shard=True"),
     (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "even_batches=True"),

@@ -53,7 +53,6 @@ _OF_BUCKETS: Final = "torch.distributed:Reducer."
 _REDUCER: Final[Names] = (
     (_OF_BUCKETS, "_autograd_hook", "parameters that get no gradient"),
     (_OF_BUCKETS, "_check_reducer_finalized", "whether a reduction came to its end, and what it waits for"),
-    (_OF_BUCKETS, "_reset_state", "parameters that count as used"),
 )
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
 _CONTEXT: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext."

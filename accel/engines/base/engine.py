@@ -188,8 +188,7 @@ class Engine(ABC):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended``. Then weights on other ranks become
-        nan, and the error of ``lost_weights`` is raised.
+        Collective, unless ``ended``. Then lost weights are nan, and ``lost_weights`` is raised.
         """
         return
 
@@ -197,8 +196,7 @@ class Engine(ABC):
     def teardown(self, alone: str = "") -> None:
         """Give the raw module and optimizers back to the user. Collective.
 
-        With a reason to be ``alone`` it is local, and unreduced gradients
-        are dropped. Weights on other ranks raise AccelError.
+        With a reason to be ``alone`` it is local, and drops unreduced gradients.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:

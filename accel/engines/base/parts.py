@@ -51,9 +51,8 @@ def elementwise(optimizer: Optimizer) -> bool:
 class PartsInGroups:
     """Puts this rank's parts into an optimizer's groups in a step. Local.
 
-    ``parts_of`` returns the parts of a group's parameters, without those on
-    other ranks. ``close`` gives the optimizer back to its user. It is not
-    kept alive.
+    ``parts_of`` returns the parts of a group's parameters on this rank. ``close``
+    gives the optimizer back to its user. It is not kept alive.
     """
 
     def __init__(self, optimizer: Optimizer, parts_of: Callable[[list[Any]], list[Any]]) -> None:

@@ -139,8 +139,7 @@ class Target(Absent, Tensor):
 class Override:
     """A raw object's method, replaced by ``act(raw, original, *args)``.
 
-    ``remove`` undoes it. If something else has wrapped it since, it stays,
-    and calls the original.
+    ``remove`` undoes it. If it was wrapped since, it stays, and calls the original.
     """
 
     def __init__(self, raw: Any, name: str, act: Function) -> None:

@@ -73,10 +73,7 @@ def prepare(
 
 @final
 class Stepper:
-    """The hooks and methods of accel on the user's optimizer, until ``close``.
-
-    The optimizer holds its engine weakly, so it doesn't keep its model.
-    """
+    """accel's hooks on the user's optimizer, until ``close``. It holds the engine weakly."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
