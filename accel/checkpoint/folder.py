@@ -207,7 +207,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         old, new = absolute(src), absolute(dst)
         storage = storage_of(new)
         if storage_of(old) is not storage:
-            raise CheckpointError(f"{old} and {new} are not in one store.")
+            raise CheckpointError(f"{old} and {new} must be in one store. Move one first.")
         record = read(old)
         check_sizes(old, record)
         version = version_of(new)

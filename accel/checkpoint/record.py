@@ -120,7 +120,7 @@ def exists(directory: str) -> bool:
 def is_record(path: str) -> bool:
     """True if a file begins like a record of accel, which may be damaged."""
     with storage_of(path).open(path) as file:
-        return bytes(file.read(0, file.size)).startswith((_BEGIN, old_format.BEGIN))
+        return file.read(0, min(len(_BEGIN), file.size)).startswith((_BEGIN, old_format.BEGIN))
 
 
 def read(directory: str) -> Record:

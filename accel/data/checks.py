@@ -74,7 +74,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
     elif options.split_batches and shape.batch % world:
-        problem = f"split_batches: batch_size={shape.batch} isn't a multiple of {world} ranks."
+        problem = f"batch_size={shape.batch} isn't a multiple of {world} ranks. Omit split_batches."
     elif not options.shard:
         return
     elif is_stream and type(loader).__iter__ is not DataLoader.__iter__:

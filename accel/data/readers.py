@@ -94,7 +94,7 @@ class SampleSource:
         self.read = len(self.head) + sum(1 for _ in islice(order, used - len(self.head)))
         # loader.skip() counts full steps, but the last step may have fewer items.
         if used - self.read >= width:
-            raise LoaderError("This is a shorter epoch than the batches to skip. Use its dataset.")
+            raise LoaderError("The data has a shorter epoch than was skipped. Use the same data.")
         return self._cut(order, stream or 0)
 
     def _cut(self, order: Iterator[Any], stream: int) -> Iterator[list[Any]]:
@@ -221,7 +221,7 @@ class SamplerReader(Reader):
             samples = min(source.division.width, source.read - before)
             if samples <= 0:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
-                raise LoaderError("The loader gives no batch of its own sampler. Use shard=False.")
+                raise LoaderError("The loader doesn't read its own sampler. Use shard=False.")
             yield Tag(0, samples), batch
             before += samples
 

@@ -382,7 +382,7 @@ class DDPEngine(AveragingEngine):
         """Let ranks without inputs mirror the others' reductions."""
         gradients = self.gradients
         if self.options.find_unused_parameters:
-            raise BackendError("accel.join doesn't work with find_unused_parameters=True.")
+            raise BackendError("accel.join needs find_unused_parameters=False. Change the option.")
         if gradients.ddp is None:
             yield
             return

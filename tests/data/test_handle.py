@@ -81,7 +81,7 @@ def test_subclasses_of_dataloader() -> None:
         def __iter__(self) -> Any:
             return iter([[0], [0]])
 
-    with pytest.raises(LoaderError, match="no batch of its own sampler"):
+    with pytest.raises(LoaderError, match="doesn't read its own sampler. Use shard=False"):
         next(iter(make(Repeating(Numbers(5)))))
 
 

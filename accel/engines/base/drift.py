@@ -64,7 +64,7 @@ class DriftGuard:
 
     def restart(self) -> None:
         """Count from 0, on every rank."""
-        #: Steps of all optimizers, or backwards without an optimizer, and one that has not ended.
+        #: Steps of all optimizers, or backwards without an optimizer. ``broken`` has not ended.
         self.steps = self.broken = 0
         self.next = 1 if self._interval else _NEVER
 
