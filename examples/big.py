@@ -1,4 +1,4 @@
-"""Shapes of large language models without a forward pass, to predict memory.
+"""Large language models without a forward pass, to predict their memory.
 
 python -m accel memory examples.big:gpt_70b --ranks 1,2,4,8,64
 """

@@ -30,16 +30,15 @@ def resume(root, state):
 
 
 def main(args):
-    accel.init(
-        timeout=args.timeout
-    )  # how long ranks wait for a rank that doesn't answer
+    # Ranks wait this many seconds for a rank that doesn't answer.
+    accel.init(timeout=args.timeout)
     accel.seed(0)
     x = torch.randn(1024, 8)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(data, GLOBAL_BATCH, shuffle=True)
-    # The same samples in each step, whatever the number of processes.
+    # Each step uses the same samples for any number of processes.
     options = accel.LoaderOptions(split_batches=True, seed=0)
     model, optimizer, loader = accel.setup(
         model, optimizer, loader, loader_options=options

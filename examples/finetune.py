@@ -1,7 +1,7 @@
 """Fine-tune a transformers model with LoRA adapters from peft.
 
-The example creates a tiny model, so it runs without a download. For your own,
-use ``AutoModelForCausalLM.from_pretrained(name)`` and its tokenizer.
+The example creates a tiny model, so it runs without a download. For a real
+model, use ``AutoModelForCausalLM.from_pretrained(name)`` and its tokenizer.
 
 torchrun --nproc-per-node 2 examples/finetune.py
 """
@@ -55,7 +55,7 @@ def build_lines():
 
 
 def pad(lines):
-    """Return input ids and labels. Labels of padding are -100."""
+    """Return input ids and labels. The labels of padding are -100."""
     longest = max(len(line) for line in lines)
     ids = torch.full((len(lines), longest), END)
     labels = torch.full((len(lines), longest), -100)
@@ -86,7 +86,7 @@ def main(args):
             losses = F.cross_entropy(
                 logits.flatten(0, 1), labels.flatten(), reduction="sum"
             )
-            # Ranks have different numbers of tokens: a mean per rank is wrong.
+            # The mean over ranks isn't the mean over tokens, so sum first.
             loss = accel.mean_loss(losses, (labels != -100).sum())
             loss.backward()
             optimizer.step()
@@ -95,7 +95,7 @@ def main(args):
 
     model.eval()
     # Each rank completes its share of the prompts. FSDP and ZeRO-3 communicate
-    # in a forward pass, so pad=True gives every rank as many prompts.
+    # in a forward pass, so every rank needs the same number (pad=True).
     completed = []
     for prompt in accel.split(PROMPTS, pad=True):
         ids = torch.tensor(

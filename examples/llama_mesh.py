@@ -23,8 +23,8 @@ HEADS = 4
 HIDDEN = 128
 LAYERS = 3
 
-# Shard the first layer of a pair by columns and the second by rows. The pair
-# then needs one all-reduce.
+# Shard the first layer of a pair by columns and the second by rows, because
+# the pair then needs a single all-reduce.
 PLAN = {
     "blocks.*.query": ColwiseParallel(),
     "blocks.*.key": ColwiseParallel(),
@@ -101,9 +101,8 @@ def main(args):
     windows = torch.tensor([alphabet[char] for char in text]).unfold(
         0, CONTEXT + 1, CONTEXT
     )
-    num_chars = (
-        math.ceil(len(alphabet) / 8) * 8
-    )  # the embedding must split evenly
+    # The embedding must split evenly over the ranks.
+    num_chars = math.ceil(len(alphabet) / 8) * 8
     model = Llama(num_chars)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # Ranks that share a layer read the same batch.
@@ -161,7 +160,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of all ranks"
+        "--batch-size", type=int, default=32, help="total over ranks"
     )
     parser.add_argument(
         "--chars", type=int, default=100_000, help="length of the text"

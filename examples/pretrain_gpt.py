@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
 
 def read_windows(path):
-    """Return the characters of a text, and windows of it as numbers.
+    """Return a text's characters, and its windows as character indices.
 
     The default text is Python's own manual.
     """
@@ -85,7 +85,7 @@ def read_windows(path):
 
 
 def learning_rate(step, args):
-    """Return the factor of the rate: linear warm-up, then half a cosine."""
+    """Return the factor of the learning rate: warm-up, then cosine decay."""
     if step < args.warmup:
         return (step + 1) / args.warmup
     progress = (step - args.warmup) / max(args.steps - args.warmup, 1)
@@ -154,7 +154,7 @@ def main(args):
     model = GPT(len(alphabet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # batch_size counts the samples of all processes together.
+    # batch_size is the total over all processes.
     options = accel.LoaderOptions(split_batches=True, seed=0)
     model, optimizer, (loader, test_loader) = accel.setup(
         model,
@@ -198,14 +198,14 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--text", type=Path, help="a text file; Python's manual if omitted"
+        "--text", type=Path, help="a text file (default: Python's manual)"
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
         "--warmup", type=int, default=20, help="steps of linear warm-up"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="of all processes"
+        "--batch-size", type=int, default=32, help="total over processes"
     )
     parser.add_argument(
         "--accumulate", type=int, default=2, help="batches per step"

@@ -36,7 +36,7 @@ def train(config):
         )
         if "report" in config:
             config["report"]({"loss": loss})
-    accel.teardown()  # doesn't end Ray's process group
+    accel.teardown()  # doesn't destroy Ray's process group
     return loss
 
 

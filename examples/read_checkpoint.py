@@ -1,4 +1,4 @@
-"""Read a checkpoint without accel, as docs/checkpoint_format.md says: read_checkpoint.py DIRECTORY."""
+"""Read a checkpoint without accel: read_checkpoint.py DIRECTORY. See docs/checkpoint_format.md."""
 
 import json
 import sys

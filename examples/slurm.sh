@@ -7,7 +7,7 @@
 #SBATCH --time=04:00:00
 #SBATCH --requeue
 
-# accel reads the rank and the address of the first node from SLURM's variables.
+# accel reads the rank and the first node's address from SLURM's variables.
 # After a requeue, --resume continues from the last checkpoint.
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export ACCEL_BACKEND=fsdp

@@ -1,4 +1,4 @@
-"""Classify handwritten digits with accel. train_torch.py is plain PyTorch.
+"""Classify handwritten digits with accel. train_torch.py is the plain loop.
 
 python examples/train.py
 torchrun --nproc-per-node 2 examples/train.py
@@ -56,7 +56,7 @@ def main(args):
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # The same samples in each step, whatever the number of processes.
+    # Each step uses the same samples for any number of processes.
     options = accel.LoaderOptions(split_batches=True, seed=0)
     model, optimizer, (loader, test_loader) = accel.setup(
         model, optimizer, [loader, test_loader], loader_options=options

@@ -51,7 +51,7 @@ def main(args):
         mean = accel.all_reduce(loss.detach(), "mean").item()
         accel.print(f"epoch {epoch}: loss {mean:.4f}")
 
-    # The checkpoint loads with any backend and any number of processes.
+    # You can load the checkpoint with any backend and number of processes.
     accel.save({"model": model, "optimizer": optimizer}, args.out)
 
 

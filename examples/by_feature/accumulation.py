@@ -1,4 +1,4 @@
-"""Accumulate the gradients of four batches per step."""
+"""Accumulate gradients over four batches per step."""
 
 import torch
 import torch.nn.functional as F

@@ -26,7 +26,7 @@ def main(args):
     y = x.sum(1, keepdim=True) + torch.randn(256, 1)
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    # Copy before setup. With some backends `model` has only shards.
+    # Copy before setup, because some backends shard the model.
     full = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     options = accel.LoaderOptions(seed=0)
@@ -48,9 +48,8 @@ def main(args):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-            full.load_state_dict(
-                accel.full_state_dict(model)
-            )  # call it on every rank
+            # Every rank must call full_state_dict.
+            full.load_state_dict(accel.full_state_dict(model))
             if args.library == "torch":
                 ema.update_parameters(full)
             else:

@@ -10,7 +10,7 @@ import accel
 
 
 def save_weights(net, path):
-    """Save a model that is right for every sample."""
+    """Save a model that classifies every sample correctly."""
     with torch.no_grad():
         net.weight[0] = -1
         net.weight[1] = 1
@@ -21,9 +21,8 @@ def save_weights(net, path):
 
 def main(args):
     accel.seed(0)
-    x = torch.randn(
-        101, 8
-    )  # 101 samples can't be split evenly, so accel pads the last batch
+    # 101 samples can't be split evenly, so accel pads the last batch.
+    x = torch.randn(101, 8)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     net = nn.Linear(8, 2)
     save_weights(net, args.out)

@@ -43,9 +43,8 @@ def main():
             c_loss.backward()
             c_optimizer.step()
 
-            critic.requires_grad_(
-                False
-            )  # the generator's loss needs no gradients of the critic
+            # The generator's loss needs no gradients for the critic.
+            critic.requires_grad_(False)
             g_optimizer.zero_grad()
             g_loss = F.softplus(-critic(fake)).mean()
             g_loss.backward()

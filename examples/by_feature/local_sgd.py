@@ -10,7 +10,7 @@ import accel
 
 @torch.no_grad()
 def average(model):
-    """Replace parameters and buffers by their means over all ranks."""
+    """Replace parameters and buffers with their means over all ranks."""
     tensors = [
         t for t in model.state_dict().values() if t.is_floating_point()
     ]

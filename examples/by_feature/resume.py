@@ -17,7 +17,7 @@ def main(args):
     loader = DataLoader(data, batch_size=16, shuffle=True)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
-    # The same samples in each step, whatever the number of processes.
+    # Each step uses the same samples for any number of processes.
     options = accel.LoaderOptions(split_batches=True, seed=0)
     model, optimizer, loader = accel.setup(
         model, optimizer, loader, loader_options=options

@@ -38,7 +38,7 @@ def main(args):
             loss = F.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
-            # Average on every rank. Only rank 0 writes.
+            # Every rank must call all_reduce. Only rank 0 writes.
             losses.append(accel.all_reduce(loss.detach(), "mean").item())
             if accel.is_main():
                 writer.add_scalar("loss", losses[-1], len(losses))

@@ -75,6 +75,6 @@ def test_memory_and_checkpoint(cells: list[Any]) -> None:
 
 
 def test_interrupt_and_failure(cells: list[Any]) -> None:
-    assert printed(cells[5]) == "interrupted; the model is as it was: True\n"
+    assert printed(cells[5]) == "interrupted, and the model is unchanged: True\n"
     assert "rank 1 of 2 in accel.launch(fail) raised" in printed(cells[6])
     assert "the cause: ValueError('a batch of the wrong shape')" in printed(cells[6])
