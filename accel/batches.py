@@ -42,7 +42,7 @@ def split(items: T, pad: bool = False) -> T:
 
     Raises:
         RankMismatchError: the ranks have different items.
-        AccelError: ``items`` can't be split, or models split data differently.
+        AccelError: ``items`` can't be split, or your models split data differently.
     """
     leaves: dict[str, Any] = {}
     walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)

@@ -127,7 +127,7 @@ class ModelHandle(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        """The raw module's class once for pickle, else ``ModelHandle``."""
+        """The raw module's class, once, for pickle's check. Else ``ModelHandle``."""
         pickled: type[Any] = _get(self, "__dict__").pop("_accel_pickled", ModelHandle)
         return pickled
 

@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """Return a dtype, which may be named as in "torch.bfloat16", or None."""
+    """Return a dtype, or the dtype with a name such as "torch.bfloat16"."""
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), None)
     return value if isinstance(value, torch.dtype) else None
@@ -219,7 +219,7 @@ def _assign(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
     if torch._has_compatible_shallow_copy_type(tensor, value):
         tensor.data = value
     else:
-        # For example an XLA tensor with a value on the CPU.
+        # For example, an XLA tensor can't take the data of a CPU tensor.
         other = value.detach()
         if isinstance(tensor, nn.Parameter):
             other = nn.Parameter(other, tensor.requires_grad)

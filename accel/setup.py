@@ -78,7 +78,7 @@ def setup(
         ``Handles(model, optimizers, dataloaders)``, structured as the arguments.
 
     Raises:
-        AlreadySetUpError: the model has a different backend or precision.
+        AlreadySetUpError: the model or a loader has different options already.
         SharedParametersError: a different model shares parameters with this one.
         RankMismatchError: the ranks have different models or arguments.
         CheckpointError: the weights of a deferred model don't fit it.
@@ -124,7 +124,7 @@ class Plan:
     engine_type: type[Engine] = Engine  # type: ignore[type-abstract]
     options: Any = None
     precision: Precision | None = None
-    #: This rank's place among those that read different data.
+    #: This rank's place among the ranks that read different data.
     place: LoaderPlace = LoaderPlace(0, 1, torch.device("cpu"))
     new_optimizers: list[Optimizer] = field(default_factory=list)
     new_loaders: list[DataLoader[Any]] = field(default_factory=list)
@@ -184,7 +184,7 @@ def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> No
 
 def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) -> None:
     """Choose backend, options and precision of a new engine."""
-    # A model that a notebook has dropped must not count as set up.
+    # A model that a notebook cell has replaced must not count as set up.
     registry.sweep()
     registry.check_new(module)
     check_deferred(module)

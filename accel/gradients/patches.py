@@ -130,8 +130,8 @@ def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> 
             args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad writes no p.grad
             return original(*args, **kwargs)
-        # Strong references, because an engine could be collected during the backward. With map,
-        # which is faster than a comprehension, because this runs in every backward.
+        # Strong references, because an engine could be collected during the backward. This runs in
+        # every backward, so it uses map, which is faster than a comprehension.
         listening: list[Any] = list(filter(None, map(_dereference, listeners)))
         outermost, completed = depth == 0, False
         depth += 1

@@ -64,7 +64,7 @@ def average_gradients_(
         # A rank has no gradient for an expert or head that its batch didn't use.
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        # After create_graph=True, as in a gradient penalty, gradients have a graph. Leave it out.
+        # After create_graph=True, as for a gradient penalty, gradients have a graph. Drop it.
         gradients.append(parameter.grad.detach())
     add = add or (lambda flat: dist.all_reduce(flat, group=process.group))
     average_(gradients, process.place.world_size, add)
@@ -76,8 +76,8 @@ def mean_loss(loss_sum: Tensor, tokens: Tensor | float) -> Tensor:
 
     Use it instead of ``loss_sum / tokens`` if batches have different numbers of
     tokens. The value is the same on every rank, and the averaged gradients are
-    those of the global mean. To accumulate gradients, pass the number of tokens
-    in all micro-batches of the step with each, so that their losses add up.
+    those of the global mean. To accumulate gradients, pass the step's total
+    number of tokens with each micro-batch, so that their losses add up.
 
     Args:
         loss_sum: this rank's sum, as from ``cross_entropy(..., reduction="sum")``.
