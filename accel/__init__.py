@@ -69,11 +69,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A loop that saves nothing doesn't load what checkpoints need.
+# These are imported on first use, so a program without checkpoints starts faster.
 _CHECKPOINTS: Final = ("export", "latest", "link", "load", "save", "verify")
 _OWN = {name for name, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")}
 
-if not TYPE_CHECKING:  # to a type checker any name would be there
+if not TYPE_CHECKING:  # or type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         value: Any
@@ -85,7 +85,7 @@ if not TYPE_CHECKING:  # to a type checker any name would be there
             value = engines.option_class(name)
         if value is None:
             raise AttributeError(
-                f"accel has no {name!r}. docs/migrating.md lists the names of other libraries."
+                f"accel has no {name!r}. See docs/migrating.md for names of other libraries."
             )
         globals()[name] = value
         return value

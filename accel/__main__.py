@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or print help if there is none.
 
     Returns:
-        0, 1 after an error of accel, 130 after Ctrl-C, 141 after a closed pipe.
+        The exit status: 1 on AccelError, 130 on Ctrl-C, 141 on a closed pipe.
     """
     program = "accel" if os.path.basename(sys.argv[0]) == "accel" else "python -m accel"
     description = "Inspect checkpoints, start scripts, predict memory."
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # `| head` has enough. The rest of the buffer must not raise again at exit.
+        # `| head` closed the pipe. At exit Python flushes the buffer, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status

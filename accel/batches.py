@@ -1,4 +1,4 @@
-"""Divide items over the ranks, and find the largest batch that fits."""
+"""Split items across ranks, and find the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def split(items: T, pad: bool = False) -> T: ...
 def split(items: T, pad: bool = False) -> T:
     """Return this rank's consecutive share of the items. Collective.
 
-    ``gather_for_metrics(rows, items)`` brings results back into the order of
+    ``gather_for_metrics(rows, items)`` returns results in the order of
     ``items``. Ranks that read the same batch get the same share.
 
     Args:
         items: a list, tuple, range, array or tensor, or nested dicts of them
             with equal lengths, the same on every rank.
-        pad: repeat the last item until all shares are equally long, for models
-            that communicate in their forward.
+        pad: repeat the last item so that all shares are equally long, for
+            models that communicate in ``forward``.
 
     Raises:
         RankMismatchError: the ranks have different items.
-        AccelError: ``items`` can't be cut, or the models' places differ.
+        AccelError: ``items`` can't be split, or your models split data differently.
     """
     leaves: dict[str, Any] = {}
     walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)
@@ -52,7 +52,7 @@ def split(items: T, pad: bool = False) -> T:
             lengths[path] = len(leaf)
         else:
             problem = f"{path} is {described(leaf)}. Pass a list, tuple, or tensor."
-    # A list made of a set of texts has a different order in each process.
+    # list(set_of_strings) has a different order in each process, so ranks compare first items.
     first_items = list(map(first_sample, leaves.values()))
     if not problem and len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
@@ -73,7 +73,7 @@ def split(items: T, pad: bool = False) -> T:
     length = next(iter(lengths.values()), 0)
     share = division.share(length)
     latest.split[length, share.size] = Rows(share, rank, world)
-    # Rows that are gathered without a loader may be of these items now.
+    # gather_for_metrics(rows) must not mistake these rows for the loader's last batch.
     latest.rows = None
     first, end = share.offset, share.offset + share.size
     return walk(lambda path, leaf: _rows(leaf, first, end, pad), items, "items", has_parts)
@@ -89,7 +89,7 @@ def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
     return tuple(padded) if isinstance(items, tuple) else padded
 
 
-#: In the texts of RuntimeErrors of torch, cuBLAS and cuDNN.
+#: Fragments of the RuntimeErrors that torch, cuBLAS and cuDNN raise if memory runs out.
 _MEMORY_TEXTS: Final = (
     "out of memory",
     "DefaultCPUAllocator",
@@ -99,21 +99,21 @@ _MEMORY_TEXTS: Final = (
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
-    """Call ``fn(batch_size)`` with half the size until it fits. Collective.
+    """Call ``fn(batch_size)``, halving the size until it fits. Collective.
 
-    Build the model, optimizers and loaders inside ``fn``. Before each further
-    call accel tears everything down on all ranks, starts the process groups
-    again and restores the random generators.
+    Build the model, optimizers and loaders inside ``fn``. Before each new
+    attempt, accel tears everything down on all ranks, restarts the process
+    groups and restores the random generators.
 
     Args:
-        fn: takes the batch size of a rank, and may run out of memory.
+        fn: takes the batch size per rank, and may run out of memory.
         start: the first size, at least 1.
 
     Returns:
         The size that fits, and the result of ``fn``.
 
     Raises:
-        AccelError: 1 doesn't fit, or accel can't tear everything down.
+        AccelError: 1 doesn't fit, or something is set up outside ``fn``.
     """
     size, running = whole_number(start), process.current()
     registry.sweep()
@@ -151,14 +151,14 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     except Exception as caught:
         error: Exception | None = caught
         is_memory, text = _is_out_of_memory(caught), text_of_error(caught)
-    # The result and the frames of the error may hold the model.
+    # Drop the result now and the error below: both may hold the model and its memory.
     result = None  # type: ignore[assignment]
     process.end_groups(f"{call}: {text}")
-    # Nobody needs the shards of the other ranks, which are lost.
+    # The error says that shards of other ranks are lost, but the next attempt needs no weights.
     with contextlib.suppress(AccelError):
         shut_down()
     process.init(process_group=before.requested, timeout=before.timeout, devices=before.request)
-    # A rank with a lost connection only names the rank that failed.
+    # A lost connection only follows from another rank's error, so report that error alone.
     if not is_memory and (isinstance(error, AccelError) or is_lost(error)):
         text = ""
     texts, causes = [], []
@@ -181,6 +181,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, AccelError):
-        # An error of memory may have caused it, for example inside of setup.
+        # An accel error may wrap an out-of-memory error, for example one inside setup.
         return _is_out_of_memory(error.__cause__ or error.__context__)
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _MEMORY_TEXTS)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .errors import BackendError
 from .trees import map_tensors
 
-#: The attribute of a deferred parameter with its ``Origin``.
+#: The attribute of a deferred parameter that holds its ``Origin``.
 _ORIGIN: Final = "_accel_origin"
 
 
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The creator, the source of values and the writes of a deferred parameter."""
+    """A deferred parameter's module, source of values, and recorded writes."""
 
     module: Callable[[], nn.Module | None]
     source: Source | None
@@ -46,20 +46,20 @@ def deferred_init(
 
     Parameters are created on the meta device, and ``accel.setup`` gives them
     memory and values from each module's ``reset_parameters()`` or
-    ``_reset_parameters()``. Buffers are real. ``setup`` raises if a parameter
-    gets no values, or if other code in the context has written to it.
+    ``_reset_parameters()``. Buffers are allocated as usual. ``setup`` raises if a
+    parameter gets no values, or if other code in the context wrote to it.
 
     Args:
         weights: a checkpoint, or a directory with ``model.safetensors`` or its
-            index, also with diffusers' names. It must have all parameters and
-            persistent buffers. Each rank reads its shards.
-        name: the name of the model, if the checkpoint has several.
+            index (diffusers' names work too). It must contain all parameters and
+            persistent buffers. Each rank reads only its shards.
+        name: the model's name, if the checkpoint contains several.
     """
     source = None if weights is None else Source(os.fspath(weights), name)
     recorder = _Recorder()
 
     def defer(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
-        """Return a parameter on meta in place of a new parameter."""
+        """Return a parameter on meta to register instead of ``p``."""
         if p is None or p.is_meta:
             return None
         deferred = nn.Parameter(p.detach().to("meta"), p.requires_grad)
@@ -67,7 +67,7 @@ def deferred_init(
         origin = Origin(weakref.ref(module), source, recorder.record(deferred))
         if getattr(module, name, None) is not None:
             origin.writes.add("It replaced a parameter.")
-        # Programs mark parameters by attributes, for example to skip weight decay.
+        # Programs set attributes on parameters, for example to exclude them from weight decay.
         vars(deferred).update(vars(p), **{_ORIGIN: origin})
         return deferred
 
@@ -80,14 +80,14 @@ def deferred_init(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records in-place functions of parameters, with their arguments."""
+    """Records in-place operations on parameters, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, set[str]] = {}
 
     def record(self, parameter: Tensor) -> set[str]:
-        """Begin to record for a parameter and its aliases, such as ``p.data``."""
+        """Start recording writes to a parameter and aliases, such as ``p.data``."""
         writes = self._writes[parameter.untyped_storage()._cdata] = set()
         return writes
 
@@ -98,14 +98,14 @@ class _Recorder(TorchDispatchMode):
         if isinstance(target, Tensor) and target.is_meta:
             writes = self._writes.get(target.untyped_storage()._cdata)
         if writes is not None:
-            # reset_parameters may copy a tensor of random values.
+            # Compare tensors by shape only, because reset_parameters may copy random values.
             shown = map_tensors(operator.attrgetter("shape"), args[1:])
             writes.add(f"{func} {shown} {kwargs}")
         return func(*args, **kwargs)
 
 
 def weights_of(module: nn.Module) -> Source | None:
-    """Return the directory of all values of a deferred module, or None."""
+    """Return the source of a deferred module's weights, or None."""
     for parameter in module.parameters():
         origin: Origin | None = getattr(parameter, _ORIGIN, None)
         if origin is not None and origin.source is not None:
@@ -133,7 +133,7 @@ def check_deferred(module: nn.Module) -> None:
     for name, origin, writes in deferred:
         if not writes:
             raise BackendError(
-                f"No reset_parameters() gives values to {name}. Write one, or "
+                f"No reset_parameters() gives values to {name}. Define one, or "
                 "build the model outside of accel.deferred_init()."
             )
         # nanoGPT calls self.apply(init_weights) in its constructor.
@@ -146,12 +146,12 @@ def check_deferred(module: nn.Module) -> None:
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, undo: ExitStack) -> None:
-    """Give memory to deferred parameters, and values if no directory has them."""
+    """Allocate deferred parameters, and reset them unless weights will be read."""
     deferred = [p for p in module.parameters() if p.is_meta]
     ids = set(map(id, deferred))
     source, resets = weights_of(module), list(resetting(module))
     for p in deferred:
-        # Memory that nobody writes to takes no space on most systems.
+        # Most systems assign memory on the first write, so don't fill it if weights will be read.
         allocate = without_values if source is None else torch.empty_like
         real = nn.Parameter(allocate(p, device=device), p.requires_grad)
         swap(p, real)
@@ -162,7 +162,7 @@ def materialize(module: nn.Module, device: torch.device, undo: ExitStack) -> Non
 
 
 def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
-    """Give submodules with a call to reset each, children first."""
+    """Yield submodules and a function to reset each, children first."""
     modules: list[nn.Module] = []
     module.apply(modules.append)
     for child in dict.fromkeys(modules):
@@ -189,7 +189,7 @@ def _reset(child: nn.Module, reset: Callable[[], Any], tied: list[str]) -> None:
 
 
 def without_values(like: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a tensor with lost values, filled with NaN (or 0)."""
+    """Return a tensor for values that are lost, filled with NaN (or 0)."""
     has_nan = like.is_floating_point() or like.is_complex()
     value = torch.nan if has_nan else 0
     return torch.full(like.shape, value, dtype=like.dtype, device=device)

@@ -1,4 +1,4 @@
-"""The errors of accel, and texts and checks of arguments."""
+"""accel's errors, and helpers for messages and arguments."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class AccelError(Exception):
-    """Base of accel's errors."""
+    """Base class of accel's errors."""
 
-    #: The rank that failed, if it is a different one.
+    #: The rank that failed, or None if it is this rank.
     failed_rank: int | None = None
 
 
 class AlreadySetUpError(AccelError):
-    """The model is already set up with a different backend or precision."""
+    """The model or dataloader is already set up with different options."""
 
 
 class SharedParametersError(AccelError):
@@ -36,15 +36,15 @@ class BackendError(AccelError):
 
 
 class DeviceError(AccelError):
-    """A device is absent or taken, or ``devices`` has an unknown form."""
+    """A device doesn't exist or is in use, or ``devices`` is invalid."""
 
 
 class PrecisionError(AccelError):
-    """The precision is unknown, or the model or the loop doesn't follow it."""
+    """The precision is unknown, or the model or the loop doesn't fit it."""
 
 
 class LoaderError(AccelError):
-    """The dataloader can't be distributed as asked."""
+    """The dataloader can't be distributed this way."""
 
 
 class CheckpointError(AccelError):
@@ -56,10 +56,10 @@ class LaunchError(AccelError):
 
 
 class TimeoutError(AccelError, builtins.TimeoutError):
-    """A rank did not arrive at a collective in time."""
+    """A rank did not reach a collective in time."""
 
 
-# -- Texts and checks of arguments -----------------------------------------------------------------
+# -- Helpers for messages and arguments ------------------------------------------------------------
 
 
 def described(value: object) -> str:
@@ -73,16 +73,16 @@ def described(value: object) -> str:
 
 
 def whole_number(value: Any) -> int:
-    """Return the int of a Python or NumPy integer, and -1 otherwise."""
+    """Return a Python or NumPy integer as an int, or -1 for other values."""
     try:
-        # True is an int too, and no number.
+        # operator.index(True) is 1, but accumulate(loader, True) is a mistake.
         return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return -1
 
 
 def text_of_error(error: BaseException | None) -> str:
-    """Return an error as the other ranks show it. None has an empty text."""
+    """Return an error's text for the other ranks, empty for None."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -90,12 +90,12 @@ def text_of_error(error: BaseException | None) -> str:
 
 
 def is_url(path: str) -> bool:
-    """True if a path is the URL of a store, with both slashes."""
+    """True if a path is a URL with both slashes."""
     return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """Return a path. Raise ``error`` if it is a URL."""
+    """Return a path, or raise ``error`` if it is a URL."""
     # Path("s3://bucket") loses a slash, and fsspec has chains such as "simplecache::s3://bucket".
     if re.match("[A-Za-z][A-Za-z0-9+._-]+:[/:]", path):
         raise error(

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' facts as texts."""
+"""Compare the ranks' facts as text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def comparable_text(value: Any) -> str:
-    """Return a text, equal on all ranks if the value is.
+    """Return a text that is equal on all ranks if the value is.
 
     A tensor is described by its shape and sum, a DTensor by its shape, and an
-    object without a text of its own by its class.
+    object without its own ``repr`` by its class.
     """
     if isinstance(value, Tensor):
         is_shard = hasattr(value, "to_local")
@@ -26,7 +26,7 @@ def comparable_text(value: Any) -> str:
         return f"{{{', '.join(sorted(map(comparable_text, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{comparable_text(list(value.items()))}}}"
-    # The text of a function has its address, which differs between processes.
+    # The repr of a function contains its address, which differs between processes.
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -34,10 +34,10 @@ def comparable_text(value: Any) -> str:
 def first_difference(
     facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
 ) -> str:
-    """Return the first name with different values, or an empty text.
+    """Describe the first fact that differs, or return an empty string.
 
     An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2". With
-    ``ignore_absent`` ranks without a fact are skipped.
+    ``ignore_absent``, ranks that lack a fact are skipped.
     """
     for name in dict.fromkeys(chain.from_iterable(facts_by_rank)):
         ranks_by_value: dict[Any, list[str]] = {}

@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-# In Python 3.10 those of `typing` have no parameters and no defaults.
+# In Python 3.10, typing.NamedTuple can't be generic and typing.TypeVar has no defaults.
 from typing_extensions import NamedTuple, TypeVar
 
 from .data import LoaderHandle as LoaderHandle
 from .data.iteration import LoaderState
 from .errors import AccelError
 
-# The types of setup's arguments. To type checkers, torch.compile returns a callable.
+# The types of setup's arguments. Model may be any callable, as torch.compile returns one.
 Model = TypeVar("Model", bound=Callable[..., Any] | None)
 Optimizers = TypeVar(
     "Optimizers",
@@ -34,9 +34,9 @@ Dataloaders = TypeVar(
 
 
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
-    """The result of ``setup``, with the forms and static types of its arguments.
+    """The result of ``setup``, with the structure and types of its arguments.
 
-    Optimizers stay as they are. The model and the dataloaders are handles.
+    Optimizers are the same objects. The model and the dataloaders are wrapped.
     """
 
     model: Model
@@ -57,7 +57,7 @@ def _engine(handle: object) -> Any:
 
 
 class ModelHandle(nn.Module):
-    """The user's module, driven by its engine.
+    """A wrapped model, run by its engine.
 
     Attributes are the raw module's. Calls and the user's methods use the engine.
     """
@@ -77,7 +77,7 @@ class ModelHandle(nn.Module):
         if name[:2] == "__" or name[:7] == "_accel_":
             return _get(self, name)
         if name == "forward":
-            # transformers' Trainer chooses the columns of a batch by the signature of forward.
+            # transformers' Trainer reads the signature of forward to choose the columns of a batch.
             call = functools.partial(_get(self, "forward"))
             return functools.update_wrapper(call, raw(self).forward)
         module = _engine(self).module
@@ -89,7 +89,7 @@ class ModelHandle(nn.Module):
     def __getattr__(self, name: str) -> Any:
         # Called only if the raw module lacks the attribute.
         module = _engine(self).module
-        # nanoGPT takes _orig_mod from the result of torch.compile.
+        # nanoGPT reads _orig_mod from the result of torch.compile.
         if name == "_orig_mod" and module._compiled_call_impl is not None:
             return module
         return getattr(module, name)
@@ -109,7 +109,7 @@ class ModelHandle(nn.Module):
         return f"ModelHandle[{state}]({raw(self)!r})"
 
     def __bool__(self) -> bool:
-        # A ModuleList has a length.
+        # Without this, `if model:` would call __len__ below, which raises for most modules.
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -117,8 +117,8 @@ class ModelHandle(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Unpickled, it is a raw module, and accel need not be installed. pytorch/examples loads one
-        # with torch.load(weights_only=True), so the reduction must be the raw module's own.
+        # A pickle contains the raw module, so you can load it without accel. pytorch/examples loads
+        # one with torch.load(weights_only=True), so the reduction must be the raw module's own.
         copied = _engine(self).holdings.copy({})
         reduction = copied.__reduce_ex__(protocol)
         if reduction[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class ModelHandle(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        """The class of the raw module if a pickle asks for it, once."""
+        """The raw module's class, once, for pickle's check. Else ``ModelHandle``."""
         pickled: type[Any] = _get(self, "__dict__").pop("_accel_pickled", ModelHandle)
         return pickled
 
@@ -139,7 +139,7 @@ def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Python looks up operators on the class. A module without them raises.
+# Python looks up operators on the class, so every handle needs them, even if its module has none.
 _ITEMS: Any = operator.contains, operator.getitem, operator.setitem, operator.delitem
 for _function in (len, iter, *_ITEMS):
     setattr(ModelHandle, f"__{_function.__name__}__", _on_module(_function))
@@ -148,9 +148,9 @@ _TORCH_NAMES: Final = frozenset(vars(nn.Module))
 
 
 def _through_engine(bound: MethodType) -> Callable[..., Any]:
-    """Return a method of the raw module to run in the engine.
+    """Return a function to run the raw module's method in the engine.
 
-    Torch's own methods and overrides of them, such as ``train``, run directly.
+    Methods of ``nn.Module``, such as ``train``, and overrides run directly.
     """
     name = getattr(bound, "__name__", "")
     is_torchs = name in _TORCH_NAMES
@@ -175,12 +175,12 @@ def end(handle: ModelHandle) -> None:
 
 
 def raw(handle: object) -> Any:
-    """Return the module of a handle, even if its engine has ended."""
+    """Return the module of a handle, even after teardown."""
     return _get(handle, "_accel_raw")
 
 
 def engine_behind(handle: object) -> Any:
-    """Return the engine of a handle, or None if it has ended."""
+    """Return the engine of a handle, or None after teardown."""
     return _get(handle, "_accel_engine")
 
 
@@ -190,9 +190,9 @@ def loader_state(handle: LoaderHandle) -> LoaderState:
 
 
 class HiddenAttribute:
-    """A value on a user's object, but not on its copies and pickles."""
+    """A value on a user's object that copies and pickles don't get."""
 
-    # In a table both would be kept forever, because the value may refer to its owner.
+    # Not a WeakKeyDictionary, which keeps an entry forever if the value refers to its key.
 
     __slots__ = ("owner_id", "value")
     KEY: ClassVar = "_accel_attribute"
@@ -208,7 +208,7 @@ class HiddenAttribute:
     def get(owner: object) -> Any:
         """Return the value on ``owner``, or None."""
         attribute = owner.__dict__.get(HiddenAttribute.KEY)
-        # A shallow copy of the owner has the attribute too.
+        # copy.copy(owner) copies the attribute too, and the value belongs to the original.
         if attribute is None or attribute.owner_id != id(owner):
             return None
         return attribute.value

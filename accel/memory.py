@@ -1,4 +1,4 @@
-"""Estimate the memory of each backend, and summarize a model's engine."""
+"""Predict the memory use of each backend, and summarize a model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .registry import registry, resolve_module
 from .shard import parameters_of
 from .trees import all_tensors
 
-#: The titles of the fields of MemoryUse, and of their sum.
+#: The columns of a report: the fields of MemoryUse, then their sum.
 TITLES: Final = ("parameters", "gradients", "optimizer", "buffers", "buckets", "total")
 
 
 def human(nbytes: float) -> str:
-    """Return bytes in a binary unit, such as ``1.5 GiB``."""
+    """Return a size with a binary unit, such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.1f} {unit}"
@@ -40,7 +40,7 @@ class MemoryReport:
 
     Attributes:
         title: the model and its optimizers.
-        uses: the most bytes of a rank, by number of ranks and backend.
+        uses: bytes on the fullest rank, by number of ranks and backend.
     """
 
     title: str
@@ -60,7 +60,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw a bar chart. The suffix of ``path`` selects the format."""
+        """Save a bar chart. The suffix of ``path`` selects the format."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -86,15 +86,15 @@ class MemoryReport:
 def memory_report(
     model_or_handle: nn.Module, optimizer: Any = None, *, ranks: Sequence[int] = (1, 2, 4, 8, 64)
 ) -> MemoryReport:
-    """Predict the bytes on a rank to train a model with each backend. Local.
+    """Predict the bytes per rank to train a model with each backend. Local.
 
     Everything except activations is counted. Nothing is allocated, so the model
     may be on the meta device.
 
     Args:
-        model_or_handle: a module on any device, or a handle.
-        optimizer: an optimizer, a list or tuple. The default is the handle's.
-        ranks: numbers of ranks.
+        model_or_handle: a module on any device, or a wrapped model.
+        optimizer: an optimizer, list or tuple. None: the wrapped model's.
+        ranks: the numbers of ranks to predict.
     """
     module, _ = resolve_module(model_or_handle)
     engine = registry.engine(module)
@@ -125,7 +125,7 @@ def _names(optimizers: Iterable[Optimizer]) -> str:
 
 
 def _label(name: str, options: Options) -> str:
-    """Return a backend's name and its options without defaults."""
+    """Return a backend's name and its options that aren't defaults."""
     usual, changed = type(options)(), []
     for field in fields(options):
         value = getattr(options, field.name)
@@ -157,14 +157,14 @@ def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Ten
 
 
 def _state_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """Return the bytes of state by parameter id, after a step on meta."""
+    """Return bytes of state by parameter id, measured by a step on meta."""
     parameters = parameters_of(optimizer)
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups = list(map(_on_meta, groups))
     optimizer.state = defaultdict(dict)
     nbytes = dict.fromkeys(map(id, parameters), 0)
     try:
-        # Without hooks, because a profiler or a scheduler must not see this step.
+        # Call the step without its hooks, because profilers and schedulers must not see it.
         step = type(optimizer).step
         with torch.no_grad():
             getattr(step, "__wrapped__", step)(optimizer)
@@ -183,7 +183,7 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
         data = torch.empty(tuple(p.shape), dtype=p.dtype, device="meta")
         stand_ins.append(nn.Parameter(data, p.requires_grad))
         stand_ins[-1].grad = torch.empty_like(data) if p.requires_grad else None
-    # Some devices compute a step differently, with the same state.
+    # Fused and capturable steps reject meta tensors. The plain step creates the same state.
     plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
     return group | plain | {"params": stand_ins}
 
@@ -191,7 +191,7 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
 def summary(model: nn.Module) -> str:
     """Describe a model's backend, parameters and bytes on this rank. Local.
 
-    Print it on rank 0 by ``accel.print(accel.summary(model))``.
+    Print it on rank 0 with ``accel.print(accel.summary(model))``.
     """
     engine = registry.find_engine(model)
     process = engine.process

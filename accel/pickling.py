@@ -17,12 +17,12 @@ from torch import nn
 from .errors import LaunchError
 from .handles import ModelHandle, raw
 
-# A function that uses torch.ops brings it along. Its class isn't a module that pickle knows.
+# Functions may refer to torch.ops. Without this, cloudpickle can't pickle its class _Ops.
 copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
 
 
 def save_by_value(value: object, path: Path, name: str) -> None:
-    """Write a value to a file, with the functions and classes of ``__main__``."""
+    """Write a value to a file, including functions and classes of ``__main__``."""
     import cloudpickle
 
     try:
@@ -40,14 +40,14 @@ def check_picklable(obj: object, name: str = "obj") -> None:
         name: the name of ``obj`` in the error.
 
     Raises:
-        LaunchError: names the path and kind of each object that can't be pickled, as in
+        LaunchError: names the path and kind of each object that can't be pickled, such as
             ``model.head.act: lambda at train.py:12``.
     """
     find_stateful(obj, name, by_name=True)
 
 
 def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]:
-    """Return the objects with a state to load in ``obj``, but no modules inside others."""
+    """Return the objects in ``obj`` that have a state to load, except submodules."""
     try:
         return _try_pickle(obj, by_name)
     except Exception as error:
@@ -65,7 +65,7 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
         def persistent_id(self, item: Any) -> str | None:
             kind = type(item)
             if kind is ModelHandle and not by_name:
-                # It would arrive as a raw module that no engine trains.
+                # The other process would get a raw module, and train it without an engine.
                 raise TypeError("a handle belongs to this process")
             if isinstance(item, torch.storage.TypedStorage | torch.UntypedStorage):
                 return "storage"  # skip the bytes
@@ -98,7 +98,7 @@ def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> lis
 
 
 def _children(obj: Any) -> dict[str, Any]:
-    """Return the objects inside an object, by their ends of the path."""
+    """Return the objects inside an object, by the suffix of the path."""
     if isinstance(obj, ModelHandle | type | ModuleType):
         return {}
     form, children = ".{}", dict(getattr(obj, "__dict__", {}))
@@ -111,7 +111,7 @@ def _children(obj: Any) -> dict[str, Any]:
         for name in ("func", "args", "keywords", "__self__"):
             children[name] = getattr(obj, name, None)
     elif isinstance(obj, nn.Module):
-        # The path of a layer is its name in the model.
+        # Merge the tables, so that the path of a layer is its name in the model.
         for name in ("_parameters", "_buffers", "_modules"):
             children |= children.pop(name, {})
     return {form.format(name): child for name, child in children.items()}
@@ -119,7 +119,7 @@ def _children(obj: Any) -> dict[str, Any]:
 
 def _describe(obj: Any, error: Exception) -> str:
     if type(obj) is ModelHandle:
-        return "ModelHandle; pass the raw module, and call accel.setup in the function"
+        return "ModelHandle (pass the raw module, and call accel.setup in the function)"
     if isinstance(obj, FunctionType):
         code = obj.__code__
         name = "lambda" if obj.__name__ == "<lambda>" else f"function {obj.__qualname__}"

@@ -17,7 +17,7 @@ from .errors import PrecisionError
 from .shard import parameters_of, state_device
 from .trees import map_tensors
 
-#: The dtypes of parameters and of autocast, by the name of a precision. None changes nothing.
+#: The dtypes of parameters and of autocast for each precision. None leaves dtypes unchanged.
 _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
     "32-true": (None, None),
     "bf16-mixed": (None, torch.bfloat16),
@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """Return a dtype, also by a name such as "torch.bfloat16", or None."""
+    """Return a dtype, or the dtype with a name such as "torch.bfloat16"."""
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), None)
     return value if isinstance(value, torch.dtype) else None
@@ -48,7 +48,7 @@ class Precision:
         self.storage, self.compute = _DTYPES[name]
 
     def check(self, module: nn.Module) -> None:
-        """Raise PrecisionError if mixed precision would train half weights."""
+        """Raise PrecisionError if mixed precision would train 16-bit weights."""
         if self.compute is None:
             return
         for name, p in module.named_parameters():
@@ -74,7 +74,7 @@ class Precision:
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
-    # A method may return a parameter or buffer of the module, which is not a result.
+    # A method may return the module's own parameter or buffer. The caller needs the object itself.
     if isinstance(tensor, nn.Parameter | nn.Buffer):
         return tensor
     half = tensor.dtype in (torch.bfloat16, torch.float16)
@@ -88,17 +88,17 @@ def _to_fp32(tensor: Tensor) -> Tensor:
 class LossScale:
     """The dynamic loss scale of this process, as in ``torch.amp.GradScaler``.
 
-    The scale exists only during ``backward``, because clipping and logging need
-    true gradients. It is a power of two, so gradients stay exact.
+    The scale applies only during ``backward``, because clipping and logging need
+    unscaled gradients. It is a power of two, so scaling is exact.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
         self.restore()
-        #: The number of the last scaled backward.
+        #: The number of scaled backward passes so far.
         self.serial = 0
-        #: The backwards of the last good step, and of the last inf or NaN.
+        #: The value of ``serial`` at the last counted step, and at the last inf or NaN.
         self._counted = self._halved = 0
 
     def state(self) -> tuple[float, int]:
@@ -106,12 +106,12 @@ class LossScale:
         return self.value, self._good_steps
 
     def restore(self, value: float = 65536.0, good_steps: int = 0) -> None:
-        """Set the scale, and the number of steps since it was changed."""
+        """Set the scale, and the number of steps since its last change."""
         self.value, self._good_steps = value, good_steps
 
     def backward(self, loss: Tensor, holders: Iterable[Any], **options: Any) -> None:
-        """Scale the loss, and unscale the gradients of holders and leaves."""
-        # A parameter may be a holder and a leaf. Equal tensors are different keys.
+        """Run a backward on the scaled loss, and unscale the gradients."""
+        # A parameter may be both a holder and a leaf, but must be scaled only once.
         unique = dict.fromkeys(chain(holders, _leaves(loss)))
         _multiply(unique, self.value)
         try:
@@ -121,7 +121,7 @@ class LossScale:
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
-        """Update the scale once per backward. True if an optimizer may step."""
+        """Return ``finite``, and update the scale once per backward."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1
@@ -141,12 +141,12 @@ def _multiply(holders: Iterable[Any], factor: float) -> None:
     if grads:
         torch._foreach_mul_(grads, factor)
     if dense:
-        # x + 0 * (x - x) makes NaN of inf, because clipping by value would hide an inf.
+        # x + 0 * (x - x) turns inf into NaN, because clipping by value would make an inf finite.
         torch._foreach_lerp_(dense, dense, 0.0)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Give the leaf tensors of a loss's graph."""
+    """Yield the leaf tensors of a loss's graph."""
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
     while nodes:
@@ -178,10 +178,10 @@ def all_finite(optimizer: Optimizer) -> bool:
     if not nonempty:
         return True
     largest = torch._foreach_norm(nonempty, float("inf"))
-    # Every dtype has 0 and NaN.
+    # Leaves 0 or NaN, because a large float64 would become inf in float32 below.
     torch._foreach_mul_(largest, 0.0)
     device = largest[0].device
-    # In one tensor, because each read of a number waits for the device.
+    # Read them as one tensor, because each read of a number waits for the device.
     zeros = torch.stack([zero.to(device, torch.float32) for zero in largest])
     return bool(zeros.isfinite().all())
 
@@ -195,7 +195,7 @@ def convert_module(
     """Move a module to a device, and its floating tensors to ``dtype``."""
     for tensor in chain(module.parameters(), module.buffers()):
         before, grad = tensor.data, tensor.grad
-        # The engine moves meta tensors.
+        # A meta tensor has no values to move. The engine allocates it on the device later.
         after = _moved(None if before.is_meta else device, dtype, before)
         if after is before:
             continue
@@ -213,13 +213,13 @@ def _moved(device: torch.device | None, dtype: torch.dtype | None, tensor: Tenso
 
 
 def _assign(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
-    """Give a tensor a new value, dtype and device in place."""
-    # A tensor can't have a gradient of a different dtype, not even for a moment.
+    """Set the value, dtype and device of a tensor in place."""
+    # torch raises if a tensor has a gradient of a different dtype, even during the assignment.
     tensor.grad = None
     if torch._has_compatible_shallow_copy_type(tensor, value):
         tensor.data = value
     else:
-        # For example an XLA tensor with a value on the CPU.
+        # For example, an XLA tensor can't take the data of a CPU tensor.
         other = value.detach()
         if isinstance(tensor, nn.Parameter):
             other = nn.Parameter(other, tensor.requires_grad)
@@ -228,7 +228,7 @@ def _assign(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
 
 
 def convert_optimizer(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Move optimizer state to its parameters, as ``load_state_dict`` does."""
+    """Give state its parameter's device and dtype, as ``load_state_dict`` does."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p, {})
@@ -240,12 +240,12 @@ def convert_optimizer(optimizer: Optimizer, undo: ExitStack) -> None:
                 state[key] = map_tensors(partial(_moved, p.device, dtype), value)
 
 
-#: The parent, the name, and the BatchNorm that was replaced there.
+#: Each replaced BatchNorm, as (parent, name in the parent, BatchNorm).
 Replaced = list[tuple[nn.Module, str, nn.Module]]
 
 
 def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Replaced:
-    """Replace each BatchNorm by a ``SyncBatchNorm`` with the same tensors."""
+    """Replace each BatchNorm with a ``SyncBatchNorm`` of the same tensors."""
     children: Replaced = []
     for parent in module.modules():
         children += [(parent, name, child) for name, child in parent.named_children()]

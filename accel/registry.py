@@ -34,23 +34,23 @@ logger = logging.getLogger("accel")
 
 @final
 class Registry:
-    """The live engines. Raw modules keep them alive, and the registry doesn't."""
+    """The live engines. Raw modules keep them alive, but the registry doesn't."""
 
     def __init__(self) -> None:
         self.engines = weakref.WeakSet[Engine]()
         self.loss_scale = LossScale()
-        #: Numbers of new engines, the same on all ranks.
+        #: Yields the serial of each new engine, which is equal on all ranks.
         self.serials = itertools.count()
         #: Serials of engines that were torn down.
         self.ended: set[int] = set()
-        # These two are equal on all ranks, even if this rank has collected some engines as garbage.
-        #: Serials of sharded engines before their teardown.
+        # The next two are equal on all ranks, even if this rank has garbage-collected some engines.
+        #: Serials of sharded engines that were not torn down.
         self.divided: set[int] = set()
-        #: Serials of engines with "16-mixed" before their teardown.
+        #: Serials of engines with "16-mixed" that were not torn down.
         self.scaled: set[int] = set()
-        #: The engine of each submodule.
+        #: A weak reference to the engine of each submodule.
         self._owners: Any = WeakIdKeyDictionary()
-        #: Optimizers of parameters in no model, after a warning.
+        #: Optimizers that step parameters outside every model, and were warned about.
         self._strangers: set[tuple[object, ...]] = set()
         #: Listeners of backward passes, in the order of the engines.
         self._listeners: Listeners = []
@@ -68,7 +68,7 @@ class Registry:
             self.divided.add(engine.serial)
         if engine.precision.scaled:
             self.scaled.add(engine.serial)
-            # An earlier model may have diverged.
+            # An earlier model may have diverged, which leaves a tiny scale.
             self.loss_scale.restore()
         reference = weakref.ref(engine)
         for module in engine.module.modules():
@@ -99,10 +99,10 @@ class Registry:
     def _install_hooks(self) -> None:
         """Install the hooks of live engines, and remove all others."""
         with changing:
-            # The length of self.engines counts engines that are being collected.
+            # len(self.engines) would also count engines that are being collected.
             engines = self.in_order()
             gradients = [engine.gradients for engine in engines]
-            # Replaced at once, because a garbage collection may call this in between.
+            # Replace the items at once, because a garbage collection may call this meanwhile.
             self._listeners[:] = [weakref.ref(g) for g in gradients if g.watched]
             if not engines:
                 remove_hooks(self._hooks)
@@ -116,7 +116,7 @@ class Registry:
     # -- look-up -----------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
-        """Return live and unreachable engines, in the order of all ranks."""
+        """Return engines by serial, including unreachable ones."""
         return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
@@ -133,7 +133,7 @@ class Registry:
         this = f"This {type(module).__name__}"
         for outer in self.owners_of(list(module.parameters())):
             raise AccelError(f"{this} is a part of a {outer.kind}. Pass the {outer.kind}.")
-        raise AccelError(f"{this} has no live engine. Call accel.setup(model, ...) first.")
+        raise AccelError(f"{this} is not set up. Call accel.setup(model, ...) first.")
 
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
@@ -147,13 +147,13 @@ class Registry:
         return None if reference is None else reference()
 
     def owners_of(self, params: Sequence[Tensor]) -> Iterator[Engine]:
-        """Give the engines with some of these parameters, in order."""
+        """Yield the engines with any of these parameters, in order."""
         for engine in self.in_order():
             if any(id(p) in engine.known for p in params):
                 yield engine
 
     def check_new(self, module: nn.Module) -> None:
-        """Raise if a different engine or library distributes parameters."""
+        """Raise if a different engine or library has a parameter."""
         for name, p in module.named_parameters():
             for engine in self.owners_of([p]):
                 raise SharedParametersError(
@@ -161,13 +161,13 @@ class Registry:
                     "already set up. Set up one module that contains both, or call "
                     "accel.teardown() on the other."
                 )
-        # After the engines, because a backend may change classes.
+        # Check the engines first, because their backends' libraries may have changed classes.
         refuse_foreign(module)
 
     # -- events ------------------------------------------------------------------------------------
 
     def _leaf(self, tensor: Tensor) -> Tensor:
-        """Return autograd's leaf in the place of a parameter."""
+        """Return autograd's leaf for a parameter."""
         for engine in self.owners_of([tensor]):
             return engine.gradients.leaf(tensor)
         return tensor
@@ -175,13 +175,13 @@ class Registry:
     def _registered(self, module: nn.Module, name: str, value: object) -> None:
         reference = self._owners.get(module)
         engine = None if reference is None else reference()
-        # A program may add LoRA layers after setup.
+        # Programs may add LoRA layers after setup. The next forward or step checks for these.
         if engine is not None:
             engine.restructured = True
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Make gradients final for an optimizer unknown to ``setup``."""
-        # Without a call of HiddenAttribute, because every step comes here.
+        # HiddenAttribute.get without the call, because this runs before every step.
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)
         if slot is not None and slot.owner_id == id(optimizer):
             return
@@ -203,8 +203,8 @@ class Registry:
                 prepare(engine, optimizer)
 
     def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-        """Warn once of parameters outside of every model. Local."""
-        # The centers of ArcFace, for example, may have an optimizer of their own.
+        """Warn once about parameters that are in no model. Local."""
+        # For example, the class centers of ArcFace may have their own optimizer.
         trains = any(e.distributed and e.optimizers for e in self.engines)
         if not trains or set(map(type, params)) != {nn.Parameter}:
             return
@@ -212,14 +212,14 @@ class Registry:
         if facts not in self._strangers:
             self._strangers.add(facts)
             logger.warning(
-                "%s steps %d parameters without accel.setup, the first of shape %s, so each "
+                "%s steps %d parameters that aren't set up, the first of shape %s, so each "
                 "rank trains its own. Pass their module and this optimizer to accel.setup().",
                 *facts,
             )
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
-    """Return a raw module, and the module to call (a compile wrapper)."""
+    """Return the raw module, and it or its compile wrapper to call."""
     if type(model) is ModelHandle:
         if engine_behind(model) is None:
             raise AccelError("This model was torn down. Pass accel.unwrap(model).")

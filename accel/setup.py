@@ -56,15 +56,15 @@ def setup(
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
 ) -> Handles[Model, Optimizers, Dataloaders]:
-    """Distribute a model, its optimizers and dataloaders for the same loop.
+    """Distribute a model, its optimizers and dataloaders for an unchanged loop.
 
     Call it with the same arguments on every rank. All ranks start from rank 0's
     weights and buffers. A second call may add optimizers and dataloaders.
 
     Args:
-        model: a module, its handle, or its ``torch.compile`` wrapper. None
-            distributes dataloaders alone, for example for an evaluation.
-        optimizers: an optimizer of the parameters, or a list, tuple or dict.
+        model: a module, a wrapped model, or a ``torch.compile`` wrapper. None
+            distributes only dataloaders, for example for an evaluation.
+        optimizers: an optimizer of the model, or a list, tuple or dict of them.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         backend: a name or options such as ``accel.DDP(...)``. "auto" is
             ``ACCEL_BACKEND``, else "ddp" on several ranks, "dp" in a notebook
@@ -75,17 +75,17 @@ def setup(
         loader_options: options of new dataloaders.
 
     Returns:
-        ``Handles(model, optimizers, dataloaders)``, in the arguments' form.
+        ``Handles(model, optimizers, dataloaders)``, structured as the arguments.
 
     Raises:
-        AlreadySetUpError: the model has a different backend or precision.
-        SharedParametersError: a model that is set up has the same parameters.
+        AlreadySetUpError: the model or a loader has different options already.
+        SharedParametersError: a different model shares parameters with this one.
         RankMismatchError: the ranks have different models or arguments.
         CheckpointError: the weights of a deferred model don't fit it.
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError.
     """
     process.refuse_fork()
-    # A later call checks its devices in make_plan, so that all ranks raise.
+    # The first call starts the process. Later calls check in make_plan, so that all ranks raise.
     if running() is None:
         use_devices(devices)
     plan = Plan(current(), optimizers, dataloaders)
@@ -110,7 +110,7 @@ def setup(
 
 @dataclass(slots=True)
 class Plan:
-    """The objects of a call of ``setup`` on this rank, and their treatment."""
+    """The objects of a ``setup`` call on this rank, and how to set them up."""
 
     process: Process
     optimizers: Any
@@ -124,7 +124,7 @@ class Plan:
     engine_type: type[Engine] = Engine  # type: ignore[type-abstract]
     options: Any = None
     precision: Precision | None = None
-    #: The place for which dataloaders are divided.
+    #: This rank's place among the ranks that read different data.
     place: LoaderPlace = LoaderPlace(0, 1, torch.device("cpu"))
     new_optimizers: list[Optimizer] = field(default_factory=list)
     new_loaders: list[DataLoader[Any]] = field(default_factory=list)
@@ -161,12 +161,12 @@ def make_plan(
     if plan.new_optimizers and world_size > 1 and not kind.synchronizes:
         raise BackendError(
             f"backend={kind.name!r} can't train on {world_size} ranks, because each "
-            "process would train a model of its own. Use a distributed backend."
+            "rank would train a separate model. Use a distributed backend."
         )
 
 
 def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> None:
-    """Take backend, options and precision of the model's engine."""
+    """Reuse backend, options and precision of the model's engine."""
     plan.engine_type, plan.options = type(engine), engine.options
     plan.precision, before = engine.precision, engine.precision.name
     options = plan.options if backend == "auto" else engines.resolve(backend)[1]
@@ -184,7 +184,7 @@ def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> No
 
 def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) -> None:
     """Choose backend, options and precision of a new engine."""
-    # A model that a notebook has dropped must not count as set up.
+    # A model that a notebook cell has replaced must not count as set up.
     registry.sweep()
     registry.check_new(module)
     check_deferred(module)
@@ -201,7 +201,7 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
     plan.engine_type.check(module, plan.options, process)
     plan.builds = True
     if weights_of(module) is not None:
-        # This imports everything that checkpoints need.
+        # Import it only here, because it imports everything that checkpoints need.
         from .checkpoint.load import first_values
 
         plan.fill = first_values(module)
@@ -251,7 +251,7 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
 
 
 def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
-    """Compare the plans, and return rank 0's seeds of new loaders. Collective."""
+    """Compare the plans, and return rank 0's seeds for new loaders. Collective."""
     options = plan.loader_options
     compared = options.shard and plan.process.place.world_size > 1
     facts = describe(plan) if error is None else {}
@@ -282,7 +282,7 @@ def describe(plan: Plan) -> dict[str, str]:
     """Return all facts to compare between the ranks, as text by name."""
     facts = {}
     names: dict[int, str] = {}
-    # Parameters come first, because other differences often follow from them.
+    # Parameters first: the error shows the first difference, and others often follow from it.
     if plan.module is not None:
         for name, p in plan.module.named_parameters():
             names[id(p)] = name
@@ -320,7 +320,7 @@ def _optimizer_facts(optimizer: Optimizer, label: str, names: dict[int, str]) ->
         for position, p in enumerate(group["params"]):
             name = names.get(id(p), "?")
             facts[f"params[{position}] of {place}"] = name
-            # A checkpoint may have been loaded into the optimizer on one rank.
+            # The program may have loaded a checkpoint into the optimizer on one rank only.
             state = optimizer.state.get(p, {})
             for key in sorted(state, key=str):
                 facts[f"{key} of the state of {name} in {label}"] = comparable_text(state[key])
@@ -332,7 +332,7 @@ def _optimizer_facts(optimizer: Optimizer, label: str, names: dict[int, str]) ->
 
 def build_engine(plan: Plan) -> None:
     """Build the engine or add optimizers, on all ranks or on none. Collective."""
-    # In torch.inference_mode an engine would create tensors without a backward.
+    # Tensors that are created in torch.inference_mode can't be used in a backward.
     with ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
         serial = next(registry.serials) if plan.builds else 0
@@ -370,7 +370,7 @@ def _new_engine(plan: Plan, serial: int, undo: ExitStack) -> Engine:
         _materialize(plan, module, undo)
     convert_module(module, process.device, precision.storage, undo)
     if reads:
-        # Only now, because the memory must have its final dtypes.
+        # After convert_module, so that parameters are allocated in their final dtypes.
         _materialize(plan, module, undo)
     changes = checkpointed(module, plan.options)
     undo.push(changes)
@@ -383,7 +383,7 @@ def _new_engine(plan: Plan, serial: int, undo: ExitStack) -> Engine:
 
 
 def _materialize(plan: Plan, module: nn.Module, undo: ExitStack) -> None:
-    """Give memory to deferred parameters, unless the backend does it."""
+    """Allocate deferred parameters, unless the backend does it."""
     device, holdings_type = plan.process.device, plan.engine_type.holdings_type
     if plan.process.place.world_size > 1:
         if holdings_type.materializes:
@@ -397,12 +397,12 @@ def _materialize(plan: Plan, module: nn.Module, undo: ExitStack) -> None:
 
 
 def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | None:
-    """Return the last handle of a loader for this place, or None."""
+    """Return the handle that a loader has for this place, or None."""
     handle: LoaderHandle | None = HiddenAttribute.get(loader)
     if handle is None:
         return None
     state = loader_state(handle)
-    # After teardown a loader starts from its first epoch again.
+    # After the teardown of its models, a loader starts at its first epoch with a new handle.
     ended = state.engines and state.engines <= registry.ended
     return None if ended or state.place != place else handle
 
@@ -417,8 +417,8 @@ def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
 
 
 def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
-    """Return the handles of everything in the plan, after its setup."""
-    # Loaders without a model have the serial -1.
+    """Return the result of ``setup``, after the plan was carried out."""
+    # No engine has the serial -1, so a loader without a model keeps its handle after teardowns.
     model, serial = None, -1
     if plan.engine is not None:
         model, serial = plan.engine.handle, plan.engine.serial
@@ -434,7 +434,7 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 
 
 def log_setup(plan: Plan) -> None:
-    """Log the engine and batch sizes, and warn of an early scheduler. Local."""
+    """Log the engine and batch sizes, and warn about early schedulers. Local."""
     engine, places = plan.engine, plan.place.world
     optimizers = () if engine is None else engine.optimizers
     is_scheduled = any("initial_lr" in o.param_groups[0] for o in optimizers)
@@ -444,14 +444,14 @@ def log_setup(plan: Plan) -> None:
         logger.info("%s: backend %s, %s, %s", *facts, ranks)
     for loader in plan.new_loaders:
         handle: Any = find_handle(loader, plan.place)
-        # A loader with a batch sampler need not have a batch size.
+        # A loader with a custom batch sampler may have no batch size.
         with suppress(LoaderError):
             size = data.effective_batch_size(handle)
             text = "effective batch size: %d x %d ranks = %d"
             logger.info(text, size // places, places, size)
         lengths = data.length_of(loader), data.length_of(handle)
         if is_scheduled and lengths[0] != lengths[1]:
-            # A OneCycleLR of len(loader) * epochs steps would stay in its warm-up.
+            # A OneCycleLR for len(loader) * epochs steps would end early, perhaps in its warm-up.
             logger.warning(
                 "accel.setup shortened a DataLoader from %s to %s batches, but a "
                 "learning rate scheduler already exists. Build it after "

@@ -20,17 +20,17 @@ _EXTRA: Final = "_extra_state"
 # -- boxes -----------------------------------------------------------------------------------------
 
 Shape = tuple[int, ...]
-#: (begin, end) in each dimension of a tensor. One side alone counts elements in row-major order.
+#: (begin, end) along each dimension of a tensor, or a single range of elements in row-major order.
 Box = tuple[tuple[int, int], ...]
 
 
 def shape_of(box: Box) -> Shape:
-    """Return the sizes of a box."""
+    """Return the shape of a box."""
     return tuple(end - begin for begin, end in box)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in its tensor."""
+    """Return the slices of a box in its tensor."""
     return tuple(starmap(slice, box))
 
 
@@ -46,7 +46,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return a box as seen from the corner of a box around it."""
+    """Return a box relative to the start of a box that contains it."""
     sides = zip(box, outer, strict=True)
     return tuple((begin - first, end - first) for (begin, end), (first, _) in sides)
 
@@ -66,7 +66,7 @@ def flattened(box: Box, shape: Shape) -> Box | None:
 
 
 def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Give elements ``start`` to ``stop`` of a box as few boxes, in order."""
+    """Yield few boxes that cover elements ``start`` to ``stop`` of a box."""
     if not box and start < stop:
         yield box
         return
@@ -86,7 +86,7 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def expanded(box: Box, shape: Shape) -> Iterator[Box]:
-    """Give the elements of a box in boxes with a side for each dimension."""
+    """Yield boxes with the same elements and a side for each dimension."""
     if len(box) == len(shape):
         yield box
     else:
@@ -106,7 +106,7 @@ class Shard:
     shape: Shape
     #: A box of the full tensor. A box with one side is a range in row-major order.
     region: Box
-    #: The elements, in any shape. Writing to it changes the state itself.
+    #: The elements, in any shape. The memory is the state's, so writing to it changes the state.
     tensor: Tensor
 
     def fill(self, whole: Tensor) -> None:
@@ -118,12 +118,12 @@ class Shard:
 
 
 def flat_shard(name: str, shape: Shape, start: int, tensor: Tensor) -> Shard:
-    """Return the shard with the elements from ``start`` on."""
+    """Return a shard of the elements from ``start`` on."""
     return Shard(name, shape, ((start, start + tensor.numel()),), tensor)
 
 
 def whole(name: str, tensor: Tensor) -> Shard:
-    """Return the shard of a tensor this rank has in full."""
+    """Return a shard that covers the full tensor."""
     return flat_shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
@@ -134,7 +134,7 @@ Manifest = Mapping[str, tuple[Shape, torch.dtype]]
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Give parameters and persistent buffers, tied ones under all names."""
+    """Yield parameters and persistent buffers, tied ones under all names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         skipped = child._non_persistent_buffers_set
         for name, tensor in chain(child._parameters.items(), child._buffers.items()):
@@ -175,14 +175,14 @@ def is_shard(key: object, value: Any, p: Tensor) -> bool:
     """True if a checkpoint stores an entry of a parameter's state as shards."""
     if not isinstance(value, Tensor):
         return False
-    # The state of a 0-dim parameter is 0-dim too, except for its counter.
+    # A 0-dim parameter has 0-dim state that is a shard too, unlike its step counter.
     return value.dim() > 0 or (p.dim() == 0 and key != "step")
 
 
 def state_device(
     key: object, device: torch.device, group: Mapping[str, Any]
 ) -> torch.device | None:
-    """Return the device of state, or None for any, as ``load_state_dict`` does."""
+    """Return the device that ``load_state_dict`` moves state to, or None for any."""
     # A step counter may be anywhere, unless its group is fused or capturable.
     fixed = key != "step" or group.get("fused") or group.get("capturable")
     return device if fixed else None
@@ -193,19 +193,19 @@ def state_device(
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """This rank's optimizer state of a parameter."""
+    """This rank's optimizer state for a parameter."""
 
     name: str
     #: The shape of the full parameter.
     shape: Shape
     #: The parameter, or this rank's shard of it.
     parameter: Tensor
-    #: By key, empty before the first step.
+    #: The values by key, empty before the first step.
     state: Mapping[Any, Any]
 
 
 class Raw:
-    """This rank's state of a module and optimizers. None means the module."""
+    """This rank's state of a module (``None``) and its optimizers."""
 
     def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
         #: An empty module for optimizers alone.
@@ -216,7 +216,7 @@ class Raw:
     def part(self, name: str, tensor: Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, not copied, or None. Local.
 
-        ``key`` is the key of optimizer state, "grad" for a gradient, or empty.
+        ``key`` is the key of optimizer state, "grad" for a gradient, or "".
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
@@ -229,11 +229,11 @@ class Raw:
         ]
 
     def new_state(self, entry: StateEntry, key: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Allocate this rank's shard of state with a full shape. Local."""
+        """Allocate this rank's shard of state, given the full shape. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
     def has(self, name: str) -> bool:
-        """True if this rank keeps the extra state of this name. Local."""
+        """True if this rank keeps the extra state with this name. Local."""
         return True
 
     def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
@@ -247,7 +247,7 @@ class Raw:
         return [self.parameter_names[id(p)] for p in group["params"]]
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """Return this rank's tensors or master copies, not copied. Local."""
+        """Return this rank's shards or their master copies, not copied. Local."""
         if optimizer is None:
             return self._module_shards()
         shards: list[Shard | None] = []
@@ -257,7 +257,7 @@ class Raw:
                     continue
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(
-                        f"the state of {entry.name} has a tensor under {key!r}. "
+                        f"The state of {entry.name} has a tensor under {key!r}. "
                         "Use a string without a slash as the key."
                     )
                 shards.append(self.part(entry.name, value, key))
@@ -271,11 +271,11 @@ class Raw:
         for name, value in module.state_dict(keep_vars=True).items():
             if name.rpartition(".")[2] == _EXTRA or id(value) in shards:
                 continue
-            # bitsandbytes adds scales of quantized weights, which can't be filled.
+            # bitsandbytes adds the scales of quantized weights, which a load couldn't fill.
             if id(value) not in own:
                 raise CheckpointError(
-                    f"the state_dict() of this {type(module).__name__} has {name!r} "
-                    f"({type(value).__name__}), which is not one of its parameters. "
+                    f"The state_dict() of this {type(module).__name__} has {name!r} "
+                    f"({type(value).__name__}), which isn't a parameter or buffer. "
                     "Save model.state_dict() as a value instead."
                 )
             shards[id(value)] = self.part(name, value)
@@ -284,8 +284,8 @@ class Raw:
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Return everything except shards. Local.
 
-        For an optimizer these are its groups with the names of parameters, and
-        the values of its state. For the module it is the extra state by name.
+        For an optimizer, this is its groups with parameter names and the plain
+        values of its state. For the module, this is its extra state by name.
         """
         if optimizer is None:
             items = extra_modules(self.module).items()
@@ -307,7 +307,7 @@ class Raw:
         """
         if optimizer is None:
             return self.shards(None)
-        # The state of other optimizers may have any shape.
+        # LBFGS, Adafactor and optimizers of other libraries may have state of any shape.
         kind = type(optimizer)
         elementwise = kind.__module__.startswith("torch.optim.")
         elementwise = elementwise and kind.__name__ not in ("LBFGS", "Adafactor")
@@ -323,7 +323,7 @@ class Raw:
             is_new = not is_shard(key, entry.state.get(key), p)
             if is_new and elementwise and dtype.is_floating_point:
                 dtype = p.dtype if p.is_floating_point() else dtype
-            # The caller refuses a different shape, so nothing is allocated for it.
+            # The caller raises if the shape differs, so don't allocate memory for it.
             if shape != full_shape or (is_new and not create):
                 nothing = torch.empty(full_shape, dtype=dtype, device="meta")
                 slots.append(whole(full_name, nothing))
@@ -340,7 +340,7 @@ class Raw:
         return slots
 
     def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
-        """Set all ranks' ``values``, and drop other parameters' state. Local."""
+        """Set ``values`` of all ranks, and drop other parameters' state. Local."""
         if optimizer is None:
             fill_module_values(self.module, values)
             return

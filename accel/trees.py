@@ -1,4 +1,4 @@
-"""Functions of every leaf of nested containers."""
+"""Apply functions to the leaves of nested containers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
     """Apply ``fn`` to every tensor in nested containers and dataclasses.
 
-    Other leaves are kept. Containers without changes are returned themselves.
+    Other leaves are kept. Containers without changes are returned as they are.
     """
 
     def visit(path: str, leaf: Any) -> Any:
@@ -25,12 +25,12 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
 
 
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
-    """Replace each leaf by ``fn(leaf, path)``. None stays None."""
+    """Replace each leaf with ``fn(leaf, path)``. None stays None."""
     return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
 def to_device(tree: T, device: Any) -> T:
-    """Move tensors to a device. None leaves each where it is."""
+    """Move tensors to a device. With None, nothing moves."""
     return map_tensors(lambda tensor: tensor.to(device), tree)
 
 
@@ -48,7 +48,7 @@ def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Replace quantized tensors by their plain tensors, such as torchao's."""
+    """Replace tensor subclasses, such as torchao's, with their plain tensors."""
     plain: list[Tensor] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -60,14 +60,14 @@ def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class TensorPlace:
-    """A placeholder for a tensor outside of its tree."""
+    """A placeholder for a tensor taken out of a tree."""
 
     def __init__(self, number: Any) -> None:
         self.number = number
 
 
 def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
-    """Replace placeholders by tensors, by their numbers."""
+    """Replace each placeholder with the tensor of its number."""
 
     def visit(path: str, leaf: Any) -> Any:
         return tensors[leaf.number] if isinstance(leaf, TensorPlace) else leaf
@@ -76,7 +76,7 @@ def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
 
 
 def move(tree: Any, to: Callable[[Any], Any]) -> Any:
-    """Apply ``to`` to tensors and all other objects with a method ``to``."""
+    """Apply ``to`` to tensors and other objects with a ``to`` method."""
 
     def is_movable(leaf: Any) -> bool:
         return hasattr(leaf, "to") and not isinstance(leaf, type)
@@ -93,9 +93,9 @@ def walk(
     path: str,
     is_leaf: Callable[[Any], bool] = lambda tree: False,
 ) -> T:
-    """Replace each leaf by ``visit(path, leaf)``. ``path`` is the root's.
+    """Replace each leaf with ``visit(path, leaf)``. ``path`` is the root's.
 
-    A container is a leaf too if ``is_leaf`` says so.
+    A container is a leaf if ``is_leaf`` returns True.
     """
     items = None if isinstance(tree, Tensor) or is_leaf(tree) else _items(tree)
     if items is None:
@@ -109,14 +109,14 @@ def walk(
 
 
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
-    """Return keys, ends of paths and values of a container, or None."""
+    """Return the keys, path suffixes and values of a container, or None."""
     items: list[tuple[Any, str, Any]] = []
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             quoted = f'"{key}"' if isinstance(key, str) else repr(key)
             items.append((key, f"[{quoted}]", value))
     elif isinstance(tree, list | tuple):
-        # A namedtuple has names.
+        # A namedtuple's items are named in paths, as in batch.x.
         names = getattr(tree, "_fields", ())
         for index, value in enumerate(tree):
             place = f".{names[index]}" if names else f"[{index}]"
@@ -131,16 +131,16 @@ def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
 
 
 def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
-    """Return a container of the same class with new values of some keys."""
+    """Return a container of the same class with new values for some keys."""
     if isinstance(tree, tuple):
         values = [changes.get(index, value) for index, value in enumerate(tree)]
-        # A Size can hold numbers only.
+        # torch.Size can hold only ints, but a new value may be anything.
         if type(tree) in (tuple, Size):
             return tuple(values)
-        # torch.max returns a structseq.
+        # The constructor of a structseq, such as torch.max returns, takes a single sequence.
         if hasattr(tree, "n_fields"):
             return type(tree)(values)
-        # A constructor of a namedtuple's subclass may have different arguments.
+        # A subclass of a namedtuple may have a constructor with different arguments.
         return tuple.__new__(type(tree), values)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, **changes})  # type: ignore[call-arg]
@@ -149,6 +149,6 @@ def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
         if isinstance(tree, list | MutableMapping):
             result[key] = value
         else:
-            # A dataclass may be frozen.
+            # setattr would raise for a frozen dataclass.
             object.__setattr__(result, key, value)
     return result

@@ -1,4 +1,4 @@
-"""Functions of a training loop on handles, and the end of engines."""
+"""Functions for the training loop, and teardown."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def backward(
 ) -> None:
     """Call ``loss.backward()`` with the same arguments.
 
-    Under "16-mixed" the loss is scaled first, and gradients are unscaled after.
+    With "16-mixed", accel scales the loss first and unscales gradients after.
 
     Raises:
-        PrecisionError: a "16-mixed" model has gradients of ``loss.backward()``,
+        PrecisionError: a "16-mixed" model has gradients from ``loss.backward()``,
             or ``create_graph`` would put the scale into the graph.
     """
     if not registry.scaled:
@@ -89,7 +89,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
-    """Group a loader's batches for gradient accumulation, ``n`` for each step.
+    """Group a loader's batches for gradient accumulation, ``n`` per step.
 
     ::
 
@@ -99,22 +99,22 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    The last group of an epoch may be smaller. If the backend can wait, gradients
-    are reduced in the last backward of a group. A ``break`` drops the rest.
+    The last group of an epoch may be smaller. If the backend allows it, gradients
+    are reduced only in a group's last backward. A ``break`` skips its rest.
 
     Args:
-        loader: a loader's handle. An iterable dataset is read a group ahead.
-        n: batches of each rank for a step.
+        loader: a loader from ``setup``. An iterable dataset is read a group ahead.
+        n: the number of batches per rank and step.
 
     Raises:
-        LoaderError: ``loader`` isn't a handle, or ``n`` isn't positive.
+        LoaderError: ``loader`` isn't from ``setup``, or ``n`` isn't positive.
     """
-    # To a type checker a handle is its loader.
+    # To type checkers, setup returns the DataLoader itself.
     handle: Any = loader
     if type(handle) is not LoaderHandle or whole_number(n) < 1:
         raise LoaderError(
             "accel.accumulate() takes the loader that accel.setup returned and a number of "
-            f"batches, found {described(loader)} and {n!r}."
+            f"batches, not {described(loader)} and {n!r}."
         )
     serials = loader_state(handle).engines
 
@@ -133,34 +133,34 @@ def clip_grad_norm_(
     """Clip the model's gradients by their global norm. Collective.
 
     Args:
-        model: a handle or its raw module.
-        max_norm: the largest norm of the gradients afterwards.
-        norm_type: the order of the norm, also ``float("inf")``.
+        model: a wrapped model or its raw module.
+        max_norm: the maximum norm after clipping.
+        norm_type: the order of the norm, including ``float("inf")``.
         error_if_nonfinite: raise RuntimeError if the norm is inf or nan.
 
     Returns:
-        The norm before clipping, a 0-dim tensor, the same on every rank.
+        The norm before clipping, as a 0-dim tensor that is equal on every rank.
 
     Raises:
         BackendError: gradients are sharded, and ``norm_type`` is not above 0.
     """
     parameters = registry.find_engine(model).parameters
-    # Torch's function leads to `gradients/clip.py` while an engine on several ranks lives.
+    # accel patches torch's function (gradients/clip.py), so both ways give the same result.
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh_trainable(model: nn.Module) -> None:
-    """Apply a change of ``requires_grad`` if ``auto_refresh=False``. Collective.
+    """Apply changes of ``requires_grad`` if ``auto_refresh=False``. Collective.
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
-        BackendError: inside of ``no_sync``.
+        BackendError: gradients from ``no_sync`` are pending.
     """
     registry.find_engine(model).refresh()
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Allow different numbers of batches, as torch's ``Join`` does."""
+    """Let ranks have different numbers of batches, like torch's ``Join``."""
     engine = registry.find_engine(model)
     if engine.sequence is not None:
         raise BackendError("accel.join() needs a model without sequence_parallel.")
@@ -171,8 +171,8 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def unwrap(model: Model) -> Model:
-    """Return the raw module of a handle, compile wrapper or raw module."""
-    # To a type checker a handle is its module.
+    """Return the raw module of a wrapped, compiled or raw model."""
+    # To type checkers, setup returns the module itself.
     handle: Any = model
     if type(handle) is ModelHandle:
         return raw(handle)  # type: ignore[no-any-return]
@@ -180,13 +180,13 @@ def unwrap(model: Model) -> Model:
 
 
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
-    """Return the ``state_dict()`` of the raw object. Collective.
+    """Return the raw object's full ``state_dict()``. Collective.
 
-    Sharded tensors come to the CPU, because a device may be too small.
+    Sharded tensors are gathered on the CPU, in case they don't fit on a device.
 
     Args:
         model_or_optimizer: a model or optimizer after ``setup``.
-        rank0_only: return ``{}`` on the other ranks, which saves memory.
+        rank0_only: return ``{}`` on all other ranks, to save memory.
     """
     keep = not rank0_only or process.is_main()
     optimizer: Optimizer | None = None
@@ -202,39 +202,39 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 
 
 class DataParallelPlace(NamedTuple):
-    """The index and number of processes with different batches."""
+    """A rank's index among ranks with different batches, and their number."""
 
     rank: int
     world_size: int
 
 
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
-    """Return this process's place. Processes that share a batch have the same."""
+    """Return this rank's place. Ranks that share a batch have the same place."""
     engine = registry.find_engine(model)
     return DataParallelPlace(*engine.replica(engine.options, engine.process))
 
 
 def mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh with axes "replicate", "shard", "tensor", or None."""
+    """Return the mesh with axes "replicate", "shard" and "tensor", or None."""
     return registry.find_engine(model).mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """Return this rank's shard of a batch with ``sequence_parallel``. Collective.
 
-    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else
-    the first tensor are cut. For models of transformers, ``position_ids`` and
-    ``shift_labels`` of the full sequence are added, and an ``attention_mask``
-    without padding is removed. Other models get the batch itself.
+    Tensors are cut if their size in ``dim`` is that of ``input_ids`` or
+    ``inputs_embeds``, or else of the first tensor. For transformers, accel adds
+    ``position_ids`` and ``shift_labels`` of the full sequence, and removes an
+    ``attention_mask`` without padding. Without ``sequence_parallel``, nothing is cut.
 
     Args:
-        model: a handle or its raw module.
-        batch: nested tensors, the same on all ranks of a sequence.
+        model: a wrapped model or its raw module.
+        batch: nested tensors, equal on all ranks that share a sequence.
         dim: the dimension of the sequence.
 
     Raises:
         BackendError: the sequence can't be cut, or its mask has padding.
-        RankMismatchError: ranks of a sequence have different batches.
+        RankMismatchError: ranks that share a sequence have different batches.
     """
     engine = registry.find_engine(model)
     if engine.sequence is None:
@@ -244,7 +244,7 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Give each rank of ``sequence_parallel`` full sequences, for ``generate``."""
+    """Run the model on full sequences on each rank, for example to generate."""
     sequence = registry.find_engine(model).sequence
     if sequence is None:
         yield
@@ -256,7 +256,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         sequence.whole = before
 
 
-# -- the end ---------------------------------------------------------------------------------------
+# -- teardown --------------------------------------------------------------------------------------
 
 
 @overload
@@ -267,13 +267,13 @@ def teardown(model: Any = None) -> Any:
     """Undo ``setup`` and return the raw module with full weights. Collective.
 
     The optimizers work again as before ``setup``. Without a model, tear down
-    every engine and accel's own process group, and return None.
+    every model and accel's own process group, and return None.
 
     Raises:
         RankMismatchError: the ranks tear down different models, or a sharded
             model after different numbers of steps. Nothing has changed.
         AccelError: sharded weights could not be gathered, for example because
-            a rank has dropped the model. They are NaN.
+            a rank has deleted the model. They are now NaN.
     """
     process.refuse_fork()
     if model is None:
@@ -288,10 +288,10 @@ def teardown(model: Any = None) -> Any:
 
 
 def shut_down(how: str = process.TORN_DOWN) -> None:
-    """End every engine and accel's process group. Waiting ranks hear ``how``."""
+    """Tear everything down. Errors on ranks that still wait show ``how``."""
     saving = sys.modules.get("accel.checkpoint.background")
     if saving is not None:
-        # A background save uses the groups.
+        # A background save still uses the process groups.
         saving.background.wait()
     try:
         end_all()
@@ -302,7 +302,7 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
 
 
 def end_all() -> None:
-    """End every engine, then raise. Collective if an engine is sharded."""
+    """Tear down all engines, then raise. Collective if one is sharded."""
     registry.sweep()
     engines = registry.in_order()
     together = registry.divided and running() is not None
@@ -319,7 +319,7 @@ def end_all() -> None:
         try:
             engine.teardown(reasons.get(engine.serial, ""))
         except Exception as error:
-            # An earlier error has ended the groups.
+            # The process groups ended with an earlier error, which caused this one.
             if ended() and isinstance(error, AccelError):
                 logger.error("%s", error)
             else:
@@ -334,7 +334,7 @@ def end_all() -> None:
 
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
-    """Return reasons to end engines without other ranks, by serial. Collective."""
+    """Return why engines are torn down alone, by serial. Collective."""
     limit = None
     if sys.exc_info()[0] is not None:
         # After an error this rank must not wait long for ranks that wait elsewhere.

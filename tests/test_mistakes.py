@@ -260,6 +260,6 @@ def train_criterion() -> list[str]:
 def test_parameters_in_no_model_warn_once() -> None:
     for texts in run(2, train_criterion):
         assert texts == [
-            "Adam steps 2 parameters without accel.setup, the first of shape (1, 2), so each rank trains "
+            "Adam steps 2 parameters that aren't set up, the first of shape (1, 2), so each rank trains "
             "its own. Pass their module and this optimizer to accel.setup()."
         ]

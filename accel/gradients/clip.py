@@ -1,4 +1,4 @@
-"""Clipping by a norm over all ranks, in torch's own functions."""
+"""Clip gradients across all ranks, in torch's own functions."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _DEVICE: Final = operator.attrgetter("device")
 def clip_sharded_(
     owners: Owners, full: Tensors, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
-    """Clip final sharded gradients, and ``full`` gradients. Collective.
+    """Clip final sharded gradients and ``full`` gradients. Collective.
 
-    Returns the norm before.
+    Returns the norm before clipping.
     """
     order = float(norm_type)
     if not order > 0:
-        raise BackendError(f"norm_type={norm_type!r} does not add up over ranks. Use one above 0.")
+        raise BackendError(f"norm_type={norm_type!r} can't clip gradient shards. Use one above 0.")
     local, norms = _by_device(full), list[Tensor]()
     for gradients, parameters in owners:
         counted, copies = map(_by_device, gradients.parts(parameters))
@@ -52,7 +52,7 @@ def clip_sharded_(
         raise RuntimeError(
             f"The norm of order {order} is {norm.item()}, so gradients can't be clipped."
         )
-    # Multiplied even if it is 1, as in torch, because a comparison would wait for the device.
+    # Multiply even if it is 1, as torch does, because a comparison would wait for the device.
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     for tensors in local:
         torch._foreach_mul_(tensors, factor.to(tensors[0].device))
@@ -62,19 +62,19 @@ def clip_sharded_(
 def _norm_over_ranks(
     process: Process, parameters: Tensors, counted: list[list[Tensor]], order: float
 ) -> Tensor:
-    """Return the norm of the counted gradients of all ranks. Collective.
+    """Return the norm of the counted gradients on all ranks. Collective.
 
-    A single rank counts a replicated gradient.
+    Only one rank counts a replicated gradient.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=process.device)]
-    # A rank that counts no gradient knows the dtype from its parameters.
+    # A rank that counts no gradients takes the dtypes from its parameters.
     dtypes = set() if counted else set(map(_DTYPE, parameters))
     for tensors in counted:
         norms_of_tensors = torch.stack(torch._foreach_norm(tensors, order))
         dtypes.add(norms_of_tensors.dtype)
         norms.append(norms_of_tensors.to(process.device, torch.float64))
     local = torch.linalg.vector_norm(torch.cat(norms), order)
-    # Gathered, because gloo's maximum of several numbers may lose a nan.
+    # All-gather, because an all-reduce with MAX may lose a nan in gloo.
     by_rank = local.new_empty(process.place.world_size)
     with Waiting(process, "clipping of gradients"):
         dist.all_gather(list(by_rank.unbind()), local, group=process.group)
@@ -83,11 +83,11 @@ def _norm_over_ranks(
 
 
 def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return lists of the nonempty tensors on each device."""
-    # Torch has no largest value of an empty tensor.
+    """Return a list of nonempty tensors for each device."""
+    # The norm of order inf raises for an empty tensor.
     nonempty = list(filter(Tensor.numel, tensors))
     devices = dict.fromkeys(map(_DEVICE, nonempty))
-    # Nearly always, and a model may have very many tensors.
+    # The usual case. The filter below would be slow for a model with many tensors.
     if len(devices) == 1:
         return [nonempty]
     return [[tensor for tensor in nonempty if tensor.device == device] for device in devices]
@@ -104,7 +104,7 @@ def clip_patches(registry: Any) -> tuple[Patch, ...]:
     }
     patches = []
     for function, replacement in replacements.items():
-        # A decorator keeps torch's function in this cell, however a program imported its name.
+        # Patch the cell of torch's decorator, because programs import the function under any name.
         (cell,) = function.__closure__
         act = functools.partial(replacement, registry)
         patches.append(around(Attributes(cell), "cell_contents", act))
@@ -145,7 +145,7 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
     for engine in registry.in_order():
         gradients = engine.gradients
         if not given and gradients.hidden():
-            # The program has searched for parameters with a p.grad.
+            # The program passed only parameters with a p.grad, but in this backend none has one.
             raise BackendError(
                 f"Backend {engine.name!r} keeps the gradients of {engine.label} outside of p.grad. "
                 "Use accel.clip_grad_norm_(model, max_norm)."
@@ -153,7 +153,7 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
         own, others = list[Tensor](), list[Tensor]()
         for parameter in rest:
             (own if id(parameter) in engine.known else others).append(parameter)
-        # A stage of a pipeline without gradients takes part in the norm of all stages.
+        # A pipeline stage without gradients must still join the collective norm of all stages.
         if engine.distributed and (own or (gradients.spread and not given)):
             rest = others
             gradients.finalize(what, own)

@@ -33,7 +33,7 @@ changing: Final = threading.RLock()
 class Patch:
     """A replacement of ``table[name]`` while it is needed, or in ``with``.
 
-    ``make`` returns the new value for the value before.
+    ``make(old_value)`` returns the new value.
     """
 
     def __init__(self, table: Table, name: Any, make: Callable[[Any], Any]) -> None:
@@ -44,7 +44,7 @@ class Patch:
         self._value: Any = _ABSENT
 
     def need(self, user: Any) -> None:
-        """Keep the patch until ``user`` is collected, or ``drop(user)``."""
+        """Install the patch until ``drop(user)``, or ``user`` is collected."""
         with changing:
             self._users.add(user)
             weakref.finalize(user, self._prune).atexit = False
@@ -70,7 +70,7 @@ class Patch:
         """Put back the old value, unless a library has replaced ours."""
         value, self._value = self._value, _ABSENT
         now = self._table.get(self._name, _ABSENT)
-        # os.environ returns a new string each time.
+        # os.environ returns a new string each time, so `is` doesn't find our value there.
         if now is not value and not (isinstance(now, str) and now == value):
             return
         if self._before is not _ABSENT:
@@ -82,7 +82,7 @@ class Patch:
 def around(table: Table, name: Any, act: Callable[..., Any]) -> Patch:
     """Return a patch to call ``act(original, ...)`` instead of a function.
 
-    A library that wraps it may keep it, so ``act`` must do no harm afterwards.
+    Libraries may wrap and keep it, so ``act`` must be harmless after removal.
     """
     return Patch(table, name, lambda original: functools.wraps(original)(partial(act, original)))
 
@@ -94,7 +94,7 @@ def replaced(table: Table, name: Any, value: Any) -> Patch:
 
 @final
 class Attributes:
-    """The attributes of an object as a table, such as of a closure cell."""
+    """An object's attributes as a table, such as those of a closure cell."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -106,21 +106,21 @@ class Attributes:
         setattr(self._owner, name, value)
 
 
-# -- the begin and the end of each backward --------------------------------------------------------
+# -- the start and the end of each backward --------------------------------------------------------
 
 
-#: ``Gradients`` of engines, which have methods ``backward_begins`` and ``backward_ends``.
+#: The engines' ``Gradients``, with methods ``backward_begins`` and ``backward_ends``.
 Listeners: TypeAlias = list[weakref.ref[Any]]
 _dereference: Final = weakref.ref.__call__
-_INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
+_INPUTS: Final = 4  # the index of ``inputs`` in the arguments of a backward
 
 
 def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> tuple[Patch, ...]:
     """Return patches of the function behind ``backward()`` and ``grad()``.
 
-    ``leaf`` returns autograd's leaf in the place of a parameter in ``inputs``.
+    ``leaf`` maps a parameter in ``inputs`` to autograd's leaf for it.
     """
-    # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
+    # One count for all threads: re-entrant checkpointing runs a backward in autograd's thread.
     depth = 0
 
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +128,10 @@ def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> 
         if args[_INPUTS]:  # VQGAN asks for the gradient of its last layer
             inputs = map_tensors(leaf, args[_INPUTS])
             args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
-        if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
+        if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad writes no p.grad
             return original(*args, **kwargs)
-        # Strong references, because an engine may be collected meanwhile. Without a comprehension,
-        # because every backward comes here.
+        # Strong references, because an engine could be collected during the backward. This runs in
+        # every backward, so it uses map, which is faster than a comprehension.
         listening: list[Any] = list(filter(None, map(_dereference, listeners)))
         outermost, completed = depth == 0, False
         depth += 1
@@ -151,7 +151,7 @@ def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> 
         finally:
             depth -= 1
 
-    # The first module imports the function from the second.
+    # Patch both, because torch.autograd imports the function's name from torch.autograd.graph.
     modules = (torch.autograd, torch.autograd.graph)
     return tuple(around(vars(module), "_engine_run_backward", run) for module in modules)
 
@@ -162,7 +162,7 @@ def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> 
 def compile_patch(kind: type[torch.nn.Module]) -> Patch:
     """Return a patch for ``torch.compile`` to compile a handle's model.
 
-    Without it torch would compile the engine's code around the model.
+    Without it, torch would compile the engine's code around the model.
     """
 
     def compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
@@ -178,7 +178,7 @@ def compile_patch(kind: type[torch.nn.Module]) -> Patch:
 
 _aten: Final = torch.ops.aten
 _NUMBER: Final = _aten._local_scalar_dense.default
-#: The places of the dimensions among the arguments, with their defaults.
+#: By operator: the argument index of each dimension, and the default dimension.
 _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
     _aten.select.int: {1: 0},
     _aten.slice.Tensor: {1: 0},
@@ -189,20 +189,20 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 
 
 def shard_patches() -> tuple[Patch, ...]:
-    """Return patches to raise for ``item()`` and writable cuts of a shard.
+    """Return patches to raise for ``item()`` and writable slices of shards.
 
-    Torch is silently wrong: it returns this rank's number, or a copy.
+    Torch would silently return this rank's number, or a copy.
     """
     from torch.distributed.tensor import DTensor  # heavy
 
-    # DTensor looks into this table before it does anything else.
+    # DTensor looks up an operator in this table before it does anything else.
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if _is_silent(op, args):
             raise BackendError(
-                f"item() or an index of a sharded tensor of shape {tuple(args[0].shape)} would "
-                "use this rank's shard. Call tensor.full_tensor() on every rank first."
+                f"item() or indexing of a sharded tensor of shape {tuple(args[0].shape)} would "
+                "use only this rank's shard. Call tensor.full_tensor() on every rank first."
             )
         handler = handlers.pop(op)
         try:
@@ -217,7 +217,7 @@ def _is_silent(op: Any, args: tuple[Any, ...]) -> bool:
     tensor = args[0]
     if op is _NUMBER:
         return not all(placement.is_replicate() for placement in tensor.placements)
-    # Autograd refuses writes to views of what requires gradients, and makes views in backward.
+    # Autograd itself raises for writes to views of a leaf, and creates views in a backward.
     is_leaf = torch.is_grad_enabled() and tensor.requires_grad
     if is_leaf or runs_backward():
         return False
@@ -231,7 +231,7 @@ def _is_silent(op: Any, args: tuple[Any, ...]) -> bool:
 def muon_patch() -> Patch:
     """Return a patch for Muon to gather each momentum before its step.
 
-    DTensor would split the products, which rounds differently in bfloat16.
+    Matrix products of DTensors would round differently in bfloat16.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -257,7 +257,7 @@ def data_patch() -> Patch:
     return replaced(Attributes(DTensor), "data", property(data.__get__, put))
 
 
-# -- attention and cross entropy of sequences that are sharded -------------------------------------
+# -- attention and cross entropy of sharded sequences ---------------------------------------------
 
 
 @functools.cache
@@ -268,7 +268,7 @@ def _function_patch(place: str, name: str, act: Callable[..., Any]) -> Patch:
 def sequence_patches(
     module: torch.nn.Module, attention: Callable[..., Any], cross_entropy: Callable[..., Any]
 ) -> list[Patch]:
-    """Return patches of torch's ``attention`` and ``cross_entropy``."""
+    """Return patches to call these instead of torch's functions."""
     functional = torch.nn.functional
     acts = {}
     for function, act in (
@@ -276,7 +276,7 @@ def sequence_patches(
         (functional.cross_entropy, cross_entropy),
     ):
         acts[id(function)] = acts[id(inspect.unwrap(function))] = act
-    # ``from torch.nn.functional import cross_entropy`` makes a name in the model's module.
+    # ``from torch.nn.functional import cross_entropy`` creates a name in the model's module.
     places = {functional.__name__}
     for child in module.modules():
         for cls in type(child).__mro__:

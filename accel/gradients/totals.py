@@ -1,4 +1,4 @@
-"""The mean over all ranks of gradients and of losses."""
+"""The mean of gradients and losses over all ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
 def held_by_any(what: str, held_by_rank: Iterable[bytes], names: Sequence[str]) -> list[int]:
     """Return the indices of the parameters with a gradient on any rank.
 
-    Every rank raises if a rank has a sparse gradient. ``what`` is the operation
-    with the gradients. ``held_by_rank`` has ``held_here`` of each rank.
+    Every rank raises if a rank has a sparse gradient. ``what`` names the operation
+    in the error. ``held_by_rank`` has each rank's result of ``held_here``.
     """
     kinds = list(map(max, zip(*held_by_rank, strict=True)))
     if _SPARSE in kinds:
@@ -50,21 +50,21 @@ def average_gradients_(
     process: Process,
     add: Callable[[Tensor], object] | None = None,
 ) -> bool:
-    """Average gradients, if any rank has them. Collective.
+    """Average the gradients that any rank has. Collective.
 
-    A rank without a gradient counts as zero. ``add`` sums a flat tensor over
-    the ranks in place, None is ``dist.all_reduce``. Return True if there was a
-    gradient. Raises as ``held_by_any``.
+    A missing gradient counts as zero. ``add`` sums a flat tensor over the ranks
+    in place, by default with ``dist.all_reduce``. Returns True if any rank had
+    a gradient. Raises like ``held_by_any``.
     """
     if not parameters:
         return False
     gradients: list[Tensor] = []
     for index in held_by_any(what, agree(what, held_here(parameters)), names):
         parameter = parameters[index]
-        # A rank may have no gradient of an expert or head that its batch didn't use.
+        # A rank has no gradient for an expert or head that its batch didn't use.
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        # A gradient penalty makes gradients with create_graph=True, which have a graph.
+        # After create_graph=True, as for a gradient penalty, gradients have a graph. Drop it.
         gradients.append(parameter.grad.detach())
     add = add or (lambda flat: dist.all_reduce(flat, group=process.group))
     average_(gradients, process.place.world_size, add)
@@ -72,16 +72,16 @@ def average_gradients_(
 
 
 def mean_loss(loss_sum: Tensor, tokens: Tensor | float) -> Tensor:
-    """Mean loss per token over all ranks. Collective.
+    """Return the mean loss per token over all ranks. Collective.
 
     Use it instead of ``loss_sum / tokens`` if batches have different numbers of
     tokens. The value is the same on every rank, and the averaged gradients are
-    those of the global mean. To accumulate gradients, give each micro-batch the
-    number of tokens of all micro-batches of the step. Their losses add up.
+    those of the global mean. To accumulate gradients, pass the step's total
+    number of tokens with each micro-batch, so that their losses add up.
 
     Args:
-        loss_sum: this rank's sum, as of ``cross_entropy(..., reduction="sum")``.
-        tokens: the number of tokens of this rank.
+        loss_sum: this rank's sum, as from ``cross_entropy(..., reduction="sum")``.
+        tokens: the number of tokens on this rank.
     """
     process, count = current(), torch.as_tensor(tokens)
     if process.place.world_size > 1:
@@ -93,7 +93,7 @@ def mean_loss(loss_sum: Tensor, tokens: Tensor | float) -> Tensor:
 def mean_over(total: Tensor, count: Tensor, group: dist.ProcessGroup | None, ranks: int) -> Tensor:
     """Return the mean of all ranks' sums and counts. Collective.
 
-    Its gradients are right once they are averaged over the ranks.
+    Its gradients are correct once they are averaged over the ranks.
     """
     # float16 can't hold the loss sum of a long sequence.
     total = total.float() if total.itemsize < 4 else total
@@ -102,6 +102,6 @@ def mean_over(total: Tensor, count: Tensor, group: dist.ProcessGroup | None, ran
     both = torch.stack([total.detach().to(wide), count.to(total.device, wide)])
     if ranks > 1:
         dist.all_reduce(both, group=group)
-    # The value is the mean of all ranks, and the gradient is that of this rank's sum.
+    # The value is the mean over all ranks, but only this rank's sum has a gradient.
     local = total * (ranks / both[1]).to(total.dtype)
     return local + ((both[0] / both[1]).to(total.dtype) - local).detach()

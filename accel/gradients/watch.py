@@ -1,4 +1,4 @@
-"""The writes of a backward to gradients, and the trainable parameters."""
+"""Detect a backward's writes to gradients, and trainable parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ GRAD: Final = operator.attrgetter("grad")
 REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
-#: Gradients, and the number of writes in place to each.
+#: Gradients, and the version counter of each, which in-place writes increment.
 Look: TypeAlias = tuple[list[Tensor | None], list[int]]
 
 
 def look(holders: Sequence[Any]) -> Look:
     """Return the gradients of ``holders`` as they are now."""
-    # A parameter's class may watch its uses, which takes time.
+    # A parameter's class may have a __torch_function__, which would be slow and isn't needed.
     with DisableTorchFunctionSubclass():
         gradients = list(map(GRAD, holders))
         return gradients, list(map(getattr, gradients, repeat("_version"), repeat(0)))

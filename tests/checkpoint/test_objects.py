@@ -105,7 +105,7 @@ def test_modules_that_no_load_can_fill(tmp_path: Path) -> None:
     model, optimizer, _ = accel.setup(inner, torch.optim.AdamW([*inner.parameters(), temperature]))
     refused: list[tuple[dict[str, Any], str]] = [
         ({"m": nn.Sequential(inner, nn.Linear(2, 2))}, "holds parameters of a model that is set up"),
-        ({"m": Strange(2, 2)}, r"'twice' \(Tensor\), which is not one of its parameters"),
+        ({"m": Strange(2, 2)}, r"'twice' \(Tensor\), which isn't a parameter or buffer"),
         ({"m": nn.Sequential(nn.LazyLinear(3))}, "uninitialized parameter"),
         ({"m": model, "o": optimizer}, r'state\["o"\].* not of its model'),
     ]

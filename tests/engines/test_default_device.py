@@ -51,7 +51,7 @@ def train(backend: Any, path: Path, device: str | None) -> list[torch.Tensor]:
 def test_a_default_device_changes_nothing(backend: Any, tmp_path: Path) -> None:
     need(backend, 2)
     if not engine_of(backend).synchronizes:
-        pytest.skip("each process would train a model of its own")
+        pytest.skip("each rank would train a separate model")
     plain, other = (run(2, train, backend, tmp_path / str(device), device) for device in (None, "meta"))
     for here, there in zip(plain, other, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(here, there, strict=True))

@@ -1,7 +1,7 @@
 """A model changes its backend in the middle of training, as if nothing had happened.
 
 Every pair of backends that keep one model on all ranks is run at 2 ranks. A backend that does not (``single``) refuses
-an optimizer there, since each process would train a model of its own; so the pairs that it is in are run at world 1,
+an optimizer there, since each rank would train a separate model; so the pairs that it is in are run at world 1,
 with the other backend at world 1 too. Backends, and the options with which they work differently, are found in the
 engines' folder; one whose package or device is missing is skipped.
 """

@@ -338,7 +338,7 @@ def test_unsendable_objects_are_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].lock = threading.Lock()
     for message, argument in (
-        (r"args\[0\]: ModelHandle; pass the raw module, and call accel.setup in the function", handle),
+        (r"args\[0\]: ModelHandle \(pass the raw module, and call accel.setup in the function\)", handle),
         (r"args\[0\]\[1\].0.lock: _thread.lock", (1, model)),
         (r"args\[0\].keywords\['file'\]: _io.TextIOWrapper", functools.partial(print, file=sys.__stdout__)),
         (r"args\[0\]\(\)'s lock: _thread.lock", lock_in_a_closure()),
