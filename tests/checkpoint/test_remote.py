@@ -199,7 +199,7 @@ def test_two_jobs_in_one_place(before: bool, on_disk: bool, prefix: str, tmp_pat
     assert value_of(prefix) == 2
     with pytest.raises(CheckpointError, match="does not see it whole: save into a directory of this job alone"):
         first.finish(files)
-    with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
+    with pytest.raises(CheckpointError, match="was written by a different job during this save"):
         third.finish(late)
     assert value_of(prefix) == 2
     fourth.finish(last)
