@@ -126,7 +126,7 @@ accel.save({"model": model}, outside)
 accel.save({"n": 1}, f"{root}/c")
 refused(lambda: accel.save({"model": model}, f"{root}/c"), "/c/accel-")
 refused(lambda: accel.save({"model": model}, f"{root}/c", wait=False).result(), "/c/accel-")
-refused(lambda: accel.save({"n": 0}, f"{root}/c"), "the background save before this one failed", "/c/accel-")
+refused(lambda: accel.save({"n": 0}, f"{root}/c"), "the last background save failed", "/c/accel-")
 refused(lambda: accel.save({"text": "a" * 2_000_000}, f"{root}/c"), "/c/.accel-")
 refused(lambda: accel.export(outside, f"{root}/out"), "/out/.model.safetensors")
 assert accel.load(f"{root}/c") == {"n": 1}
