@@ -121,7 +121,7 @@ def check_keep(directory: str, keep: object) -> None:
 
 
 def _by_age(paths: Iterable[str]) -> list[tuple[float, int, str]]:
-    """Return the time of the record, the number and the path of each directory, newest first."""
+    """Return the record's time, the number and the path of each directory, newest first."""
     ages = []
     for path in paths:
         time = storage_of(path).modified(os.path.join(path, NAME))
@@ -194,7 +194,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
 def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     """Make ``dst`` a second name for the checkpoint ``src``. Collective.
 
-    You can remove either directory, because files are linked. A checkpoint in ``dst`` is replaced.
+    Files are linked, so you can remove either directory. A checkpoint in ``dst`` is replaced.
 
     Raises:
         CheckpointError: ``src`` is not a complete checkpoint, or ``dst`` can't be written.

@@ -28,7 +28,7 @@ def remote(url: str) -> Remote:
 
         options = get_filesystem_class(protocol)._get_kwargs_from_urls(url)
         return _opened(os.getpid(), protocol, tuple(sorted(options.items())))
-    except Exception as error:  # file systems that wrap other file systems can raise anything
+    except Exception as error:  # file systems that wrap others can raise anything
         raise CheckpointError(
             f"fsspec can't open {url} ({type(error).__name__}: {error}). Pass a URL such as "
             "'s3://bucket/run', and pip install s3fs for s3://, gcsfs for gs://, adlfs for az://."

@@ -89,7 +89,7 @@ def save(
             are saved.
         dir: a directory on a file system that all ranks share, or a URL such as
             ``"s3://bucket/run"``. Pass the same on every rank.
-        wait: if False, return once a copy is in host memory, and write it in the background.
+        wait: return when the checkpoint is durable. If False, return once a copy is in host memory.
         keep: keep the newest ``keep`` checkpoints with the same name up to the number at the end
             (``step-100``, ``step-200``), and remove older ones next to ``dir``.
         filter: a function that takes the name of a tensor (``"model/head.weight"``) and returns

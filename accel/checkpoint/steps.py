@@ -71,7 +71,7 @@ def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
 
 
 def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
-    """Raise if a dict attribute differs between ranks, with the first difference in its text."""
+    """Raise if a dict attribute differs between ranks. Its text gets the difference."""
     for attribute, text in texts.items():
         firsts = getattr(messages[0], attribute)
         for number, message in enumerate(messages):
@@ -90,7 +90,7 @@ def digest(value: Any) -> str:
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause garbage collection, which would scan all objects of the program repeatedly."""
+    """Pause garbage collection, which would scan all objects repeatedly."""
     was_on = gc.isenabled()  # it doubled the time to save 3,000 tensors
     gc.disable()
     try:
