@@ -1,13 +1,13 @@
-"""Checkpoints: a file for each rank, and a record as the commit.
+"""Checkpoints: one file per rank, and a record that commits them.
 
-The files in the order in which a tensor goes through them:
+A tensor passes through the modules in this order:
 
-    save.save   state, objects: its shard on this rank > plan: who writes which box
-                > shards: its bytes in a file > record, folder: the commit
-    load.load   record > match, objects: where it goes > reader: its bytes
+    save.save   state, objects: the shard on this rank > plan: the rank that writes each box
+                > shards: the bytes in a file > record, folder: the commit
+    load.load   record > match, objects: the tensor to fill > reader: the bytes
 
-Both use storage and remote for disks and object stores, values for plain values, and
-steps for the exchanges of ranks. background runs a save in a thread. weights reads and
+Both use storage and remote for disks and object stores, values to encode plain values, and
+steps to run a step on all ranks. background runs a save in a thread. weights reads and
 writes the files of transformers and diffusers.
 """
 

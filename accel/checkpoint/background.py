@@ -1,4 +1,4 @@
-"""Saves in a thread, while the main thread trains: one at a time, from a copy in host memory."""
+"""Background saves: one at a time, in a thread, from a copy of the state in host memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..process import Process, ended
 from ..process.transfer import begun, finish, host_memory, is_remote
 from .shards import WriteItem
 
-#: A power of two, because torch rounds the sizes of pinned memory up to one.
+#: A power of two, because torch rounds sizes of pinned memory up to powers of two.
 _BLOCK: Final = 64 << 20
 _ALIGN: Final = 64
 
 
 @final
 class Background:
-    """The save in the thread, and the memory of its copy, which the next one uses again."""
+    """The background save, and the memory of its copy, which the next save reuses."""
 
     def __init__(self) -> None:
         self._future: Future[None] | None = None
@@ -45,47 +45,47 @@ class Background:
 
         if self._release not in process.releases:
             process.releases.append(self._release)
-        # The interpreter waits for the thread at exit, because it is not a daemon.
+        # Not a daemon thread, so that the interpreter waits for it at exit.
         saver = threading.Thread(target=run, name="accel.save")
         saver.start()
         self._future = future
         return future
 
     def wait(self) -> None:
-        """Wait for the save. Its failure is raised by the next save."""
-        # Not for the thread: it may be in a callback of the future that calls this.
+        """Wait for the save. If it failed, the next save raises the error."""
+        # Don't join the thread, because a callback of the future may call this in the thread.
         if self._future is not None:
             wait([self._future])
 
     def settle(self) -> None:
-        """Wait for the save, and raise if it failed, once."""
+        """Wait for the save. If it failed, raise the error once."""
         future = self._future
         error = future.exception() if future is not None else None
         self._future = None
         if error is not None:
-            raise CheckpointError(f"the background save before this one failed: {error}") from error
+            raise CheckpointError(f"the last background save failed: {error}") from error
 
     def _release(self) -> None:
-        """Let the save end before accel.teardown() destroys its process group."""
+        """Wait for the save before accel.teardown() destroys its process group."""
         if not ended():
             self.wait()
 
     def forget(self) -> None:
-        """Forget the save in a forked process, which has no part in it."""
+        """Forget the save in a forked process, which lacks its thread."""
         self._future = None
 
     def at_exit(self) -> None:
-        """Make the failure of a save the failure of the program."""
+        """Exit with status 1 if the last save failed."""
         try:
             self.settle()
         except CheckpointError as error:
             print(f"accel: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             logging.shutdown()
-            os._exit(1)  # nothing else sets the exit status here
+            os._exit(1)  # exceptions in atexit don't set the status
 
     def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
-        """Return the items in host memory, out of the reach of training."""
+        """Copy the items to host memory, so that training can't change them."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
         if devices and self._blocks and not self._blocks[-1].is_pinned():
             self._blocks = []
@@ -104,16 +104,16 @@ class Background:
                     copies.append(room)
                     data = data[len(room) :]
                     at = -(-(at + len(room)) // _ALIGN) * _ALIGN
-            # The thread must not keep the tensor of the item alive.
+            # The item refers to a copy, so that the thread doesn't keep the tensor alive.
             copied.append(WriteItem(item.entry, copies[0], 0, copies))
         finish(begun(devices))
         return copied
 
 
 background: Final = Background()
-# atexit calls it after functions that are registered later, so it is registered here.
+# It may call os._exit(), so it must run last. atexit calls functions in reverse order.
 atexit.register(background.at_exit)
-# Executors accept no work after this point, and clients of object stores use executors. The import
-# of concurrent.futures.thread above makes this function run before the one that ends them.
+# At exit, concurrent.futures shuts down the executors that clients of object stores use. It is
+# imported above, so its function is registered before this one and runs after it.
 threading._register_atexit(background.wait)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=background.forget)

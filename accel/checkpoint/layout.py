@@ -1,4 +1,4 @@
-"""The boxes of a tensor in files: at equal distances by a rule, others box by box."""
+"""The boxes of a tensor in files, as few runs of equally spaced boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..shard import Box, intersection
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Boxes in files at equal distances, each ``shift`` further along ``dim``. Often just one."""
+    """Equally spaced boxes: each is ``shift`` further along ``dim`` and ``step`` files later."""
 
     file: int
     box: Box
@@ -20,7 +20,7 @@ class Run:
     shift: int = 0
 
     def at(self, number: int) -> tuple[int, Box]:
-        """Return the file and the box of one of the boxes."""
+        """Return the file and the box at index ``number``."""
         if not number:
             return self.file, self.box
         begin, end = self.box[self.dim]
@@ -30,7 +30,7 @@ class Run:
         return self.file + number * self.step, box
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Give the files and boxes with elements of ``box``."""
+        """Yield the files and boxes with elements of ``box``."""
         numbers = range(1)
         if self.count > 1:
             # -(-a // b) rounds up.
@@ -43,21 +43,21 @@ class Run:
                 yield file, stored
 
     def extended(self, file: int, box: Box) -> Run | None:
-        """Return the run with one more box, or None if the box is at a different distance."""
+        """Return the run with a box added, or None if the box doesn't continue the run."""
         longer = replace(self, count=self.count + 1)
         if self.count == 1:
             for dim, (new, old) in enumerate(zip(box, self.box, strict=True)):
                 if new != old:
                     shift = new[0] - old[0]
                     longer = Run(self.file, self.box, 2, file - self.file, dim, shift)
-        # Boxes of other sizes, or with several sides that differ, don't end up at ``box``.
+        # at() doesn't return ``box`` if its size is different, or if several sides differ.
         return longer if longer.shift > 0 and longer.at(self.count) == (file, box) else None
 
 
 def runs_of(cells: Sequence[tuple[int, Box]]) -> list[Run]:
-    """Return boxes, each with its rank or file, as few runs."""
+    """Return boxes, each with its rank or file, in few runs."""
     found: list[list[Run]] = []
-    # On a mesh the ranks follow one another along the rows or along the columns.
+    # Try two orders, because the ranks of a mesh are ordered by rows or by columns.
     for key in (lambda cell: cell[1], lambda cell: cell[1][::-1]):
         runs: list[Run] = []
         for file, box in sorted(cells, key=key):

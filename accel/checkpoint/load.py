@@ -50,15 +50,15 @@ from .weights import choose, open_checkpoint, weights_at
 
 logger = logging.getLogger("accel")
 
-#: The errors if ranks load something else, by attribute of ``Summary``.
+#: The error texts for ranks that disagree, by attribute of ``Summary``.
 _DIFFERENCES: Final = {
     "arguments": f"accel.load() got {ARGUMENTS}",
     "digits": "{name}: the ranks see different checkpoints. "
-    "Load after the save is done, from a file system that all ranks see.",
-    "structure": "accel.load: rank {rank} has other objects in its state than rank 0, and "
-    "nothing was changed. Pass the same keys on every rank.",
+    "Load after the save is done, from a file system that all ranks share.",
+    "structure": "accel.load: rank {rank} and rank 0 have different objects in the state. "
+    "Nothing was changed. Pass the same keys on every rank.",
 }
-_PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
+_PARTLY: Final = "The state may be partly filled. Load a complete checkpoint to continue."
 
 
 @paused_collector()
@@ -71,25 +71,25 @@ def load(
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``. Collective.
 
-    The checkpoint may come from any world size and backend.
+    The checkpoint may be from a different world size and backend.
 
     Args:
-        dir: the directory of a checkpoint, or of a model's weights as transformers or
-            diffusers save them, such as in ``model.safetensors``.
-        state: as for ``save``. Objects and tensors are filled in place, and plain values in
-            dicts are replaced. Keys that ``state`` doesn't name are left alone. None: only
-            the plain values are returned.
-        strict: raise if the checkpoint lacks something in ``state``, or a module lacks a
-            tensor of the checkpoint. If False, warn, and load what fits.
-        convert: convert tensors of a different dtype instead of raising.
+        dir: the directory of a checkpoint, or of a model's weights saved by transformers or
+            diffusers, such as ``model.safetensors``.
+        state: as for ``save``. Objects and tensors are filled in place, and plain values are
+            replaced. Keys missing from ``state`` are skipped, except in dicts of plain
+            values. If None, only the plain values are returned.
+        strict: if True, raise if the checkpoint lacks an entry of ``state``, or a module
+            lacks a saved tensor. If False, warn and load the rest.
+        convert: if True, convert tensors of a different dtype instead of raising.
 
     Returns:
         ``state``.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, of another format, or does not
-            fit. It is raised on every rank, and says if the state may be partly filled.
-            To find damage before that, call ``accel.verify(dir)`` first.
+        CheckpointError: the checkpoint is missing or damaged, has a different format, or does
+            not fit. It is raised on every rank, and says if ``state`` may be partly filled.
+            To find damage before you change ``state``, call ``accel.verify(dir)``.
     """
     current()
     begin = time.monotonic()
@@ -98,7 +98,7 @@ def load(
         background.wait()
         directory = folder.absolute(dir)
         loading = Loading(directory, state, convert)
-        # 1,000 ranks that ask for the sizes of 1,000 files are slow.
+        # Only rank 0 asks for the sizes, because 1,000 ranks with 1,000 files are slow.
         if loading.record.id and rank() == 0:
             folder.check_sizes(directory, loading.record)
         loading.decode()
@@ -110,11 +110,11 @@ def load(
     report(loading.directory, summaries, strict)
     for summary in summaries:
         for name in summary.unfit_optimizers:
-            # Skip the optimizer. AdamW can't step with a step counter and no moments.
+            # Skip the full optimizer. AdamW can't step with a step counter and no moments.
             loading.objects.pop(name, None)
     result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
-        # Copy ZeRO's fp32 weights to bf16. Optimizers may have changed requires_grad.
+        # filled() copies ZeRO's fp32 weights to bf16. refresh() handles changes of requires_grad.
         engine.holdings.filled()
         engine.refresh()
     log_end(loading.directory, "loaded", loading.nbytes, begin)
@@ -123,7 +123,7 @@ def load(
 
 @final
 class Loading:
-    """The load on this rank. ``state`` is None if only plain values are loaded."""
+    """A load on this rank. If ``state`` is None, it loads only plain values."""
 
     def __init__(self, directory: str, state: Any, convert: bool) -> None:
         self.directory = directory
@@ -131,7 +131,7 @@ class Loading:
         self._reader = BoxReader(directory, record)
         self._convert = convert
         self.nbytes = 0
-        #: The tensors in plain values.
+        #: The tensors in plain values, by name.
         self._tensors: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(directory, self._tensors.__getitem__)
         given = None if state is None else State(state)
@@ -140,7 +140,7 @@ class Loading:
         self.summary.digits = {directory: record.digits}
         self.objects = self._match.objects
         self.summary.structure = {"": digest(structure_of(self.objects.values()))}
-        #: For each object, the names of its tensors, and their names in the record.
+        #: For each object, its tensors' names in the record by their names in the object.
         names = defaultdict[str, dict[str, str]](dict)
         for name in record.tensors:
             owner = name
@@ -151,7 +151,7 @@ class Loading:
             self._compare(entry, names[entry.name])
 
     def _compare(self, entry: StateObject, names: dict[str, str]) -> None:
-        """Find the shards of an object to read, and the differences."""
+        """Find the shards of an object to read, and what differs."""
         summary, tensors = self.summary, self.record.tensors
         untouched = set[str]()
         if isinstance(entry, ModuleObject):
@@ -184,23 +184,23 @@ class Loading:
             summary.untouched.add(f"{entry.path}, {name}")
 
     def decode(self) -> None:
-        """Decode all values to use, before anything is changed."""
+        """Decode all values to load, before anything is changed."""
         nodes = list(self._match.plain)
         nodes += [entry.node for entry in self.objects.values()]
-        # The tensors of objects have different names. They are read later.
+        # Only tensors of plain values are read here. Those of objects have no such prefix.
         names = {n for n in stored_tensors(nodes) if n.startswith(OF_VALUES)}
         self._tensors.update(self._reader.read(sorted(names)))
         self._match.decode()
         left_out = self._match.left_out
-        # torch's optimizers would silently start from zero with such a state dict.
+        # torch's optimizers accept a state dict without tensors, and silently start from zero.
         if left_out and rank() == 0:
             text = (
-                "%s: accel.load without a state returns no tensors: %d are left out, "
+                "%s: accel.load() without a state returns no tensors. It skipped %d, "
                 'such as %s. Pass them, as in accel.load(dir, {"model": model}).'
             )
             logger.warning(text, self.directory, len(left_out), left_out[0])
         for entry in self.objects.values():
-            # Missing state of optimizers is created later.
+            # Missing optimizer state is on the meta device until apply() creates it.
             on_meta = any(slot.tensor.is_meta for slot in entry.wanted)
             if on_meta and not isinstance(entry, OptimizerObject):
                 text = "is on the meta device. Call module.to_empty(device=...) first"
@@ -217,7 +217,7 @@ class Loading:
         return sorted(filter(None, engines), key=lambda engine: engine.serial)
 
     def apply(self) -> Any:
-        """Change the state. Errors say that it is partly filled."""
+        """Fill the state. Errors say that it may be partly filled."""
         try:
             self._restart_guards()
             self._fill_values(Stage.STATE_DICTS)
@@ -227,7 +227,7 @@ class Loading:
             result = self._match.update()
             self._fill_values(Stage.RANKS)
         except Exception as error:
-            raise CheckpointError(f"{explain(error).rstrip('.')}; {_PARTLY}") from error
+            raise CheckpointError(f"{explain(error).rstrip('.')}. {_PARTLY}") from error
         return result
 
     def _fill_values(self, stage: Stage) -> None:
@@ -236,7 +236,7 @@ class Loading:
                 entry.fill(entry.values)
 
     def _restart_guards(self) -> None:
-        """Restart the comparisons of ranks for models loaded with all optimizers."""
+        """Restart the drift guards of models loaded with all their optimizers."""
         raws = {id(getattr(entry, entry.kind, None)) for entry in self.objects.values()}
         for engine in self.engines:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
@@ -244,8 +244,8 @@ class Loading:
                 engine.process.order.forget()
 
     def _fill_tensors(self) -> None:
-        """Create the missing state of optimizers, and read all shards."""
-        # A weight in two models has the values of the first one.
+        """Create missing optimizer state, and read all shards."""
+        # If two models share a weight, it gets the values of the first model.
         wanted: dict[tuple[object, ...], Shard] = {}
         for entry in self.objects.values():
             if isinstance(entry, OptimizerObject):
@@ -256,13 +256,13 @@ class Loading:
                 memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 wanted.setdefault(memory, slot)
         self._reader.fill(wanted.values())
-        # Autograd must see that tensors it saved for a backward have changed.
+        # Otherwise autograd wouldn't notice that tensors it saved for a backward have changed.
         torch.autograd.graph.increment_version([slot.tensor for slot in wanted.values()])
 
 
 def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
-    """Keep the first name of each tied tensor. Return all first names."""
-    # transformers may have stored it under a different name.
+    """Replace names of tied tensors by their first names. Return all first names."""
+    # transformers may have stored a tied tensor under any of its names.
     first_names = set()
     for first, *others in shard.tensor_names(module).values():
         first_names.add(first)
@@ -273,7 +273,7 @@ def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """Return a function to fill a deferred module, or None. Local."""
+    """Return a function that loads a deferred module's weights, or None. Local."""
     source = weights_of(module)
     if source is None:
         return None

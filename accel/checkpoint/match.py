@@ -1,4 +1,4 @@
-"""Match a state with the saved values: objects, values and differences."""
+"""Match a state with the saved values, and report differences."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .values import TAG, Decoder, Json, items_of, place
 
 logger = logging.getLogger("accel")
 
-#: Updates a value of the state, and returns the value that takes its place.
+#: Updates a value of the state. Returns the value to store in its place.
 Apply = Callable[[], Any]
 
 
 def _is_object(node: Json) -> bool:
-    """True if the node belongs into an object of a state."""
+    """True if the node is the saved state of an object."""
     tag = node.get(TAG) if isinstance(node, dict) else None
     if tag == "tensor":
         return not node.get("name", OF_VALUES).startswith(OF_VALUES)
@@ -48,31 +48,31 @@ def _describe(node: Json) -> str:
 
 @dataclass(slots=True)
 class Summary:
-    """A rank's differences to the checkpoint. The ranks exchange them."""
+    """A rank's differences from the checkpoint, which ranks exchange."""
 
-    #: Paths in the state alone.
+    #: Paths that exist only in the state.
     missing: list[str] = field(default_factory=list)
-    #: Descriptions of both sides.
+    #: Descriptions of values that differ in type, size or dtype.
     unfit: list[str] = field(default_factory=list)
     unfit_optimizers: set[str] = field(default_factory=set)
-    #: Tensors and extra state of modules in the checkpoint alone.
+    #: Tensors and extra state of modules that exist only in the checkpoint.
     untouched: set[str] = field(default_factory=set)
     arguments: dict[str, object] = field(default_factory=dict)
-    #: The checksum of the record, and a digest of the objects.
+    #: The checksum of the record by directory. ``structure`` is a digest of the objects.
     digits: dict[str, str] = field(default_factory=dict)
     structure: dict[str, str] = field(default_factory=dict)
 
 
 @final
 class Match:
-    """A state next to the saved values. ``update`` replaces values, after ``decode``."""
+    """A state matched with saved values. Call ``decode``, then ``update`` to replace values."""
 
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
         self._decoder = decoder
         #: The objects to fill, by name.
         self.objects: dict[str, StateObject] = {}
-        #: The saved plain values to use, and the same once decoded.
+        #: The nodes of the plain values to load, and the decoded values.
         self.plain: list[Json] = []
         self._decoded: list[Any] = []
         #: Paths of tensors that a load without a state leaves out.
@@ -84,7 +84,7 @@ class Match:
             self.update = self._visit(state.state, state.tree, saved, "state")
 
     def _visit(self, value: Any, tree: Any, node: Json, path: str) -> Apply:
-        """Match a value, and its part of the tree of objects, with its node."""
+        """Match a value, and its subtree of ``State.tree``, with its node."""
         if isinstance(tree, Leaf):
             self._visit_object(tree, node)
             return lambda: value
@@ -108,7 +108,7 @@ class Match:
                 updates[key] = self._visit(item, part, saved_node, place(path, key))
             else:
                 self.summary.missing.append(place(path, key))
-        # A dict of plain values gets new keys: a history may have grown.
+        # A saved dict of plain values, such as a history, may have more keys than the state's.
         if is_dict and not has_objects and path != "state":
             updates |= self._new_keys(value, saved, path)
         return lambda: _replace(value, updates)
@@ -119,7 +119,7 @@ class Match:
             if not _holds_objects(node):
                 updates[key] = self._take(node)
             elif not value:
-                text = "is an empty dict, and the checkpoint has the object"
+                text = "is an empty dict, but the checkpoint has the object"
                 self.summary.unfit.append(f"{path} {text} {place(path, key)}")
         return updates
 
@@ -137,21 +137,21 @@ class Match:
             self.objects[entry.name] = entry
 
     def _refuse(self, here: str, node: Json) -> None:
-        self.summary.unfit.append(f"{here}, and in the checkpoint {_describe(node)}")
+        self.summary.unfit.append(f"{here}, but {_describe(node)} in the checkpoint")
 
     def _take(self, node: Json) -> Apply:
-        """Return a function that gives the decoded value of a node."""
+        """Return a function that returns the decoded value of a node."""
         number = len(self.plain)
         self.plain.append(node)
         return lambda: self._decoded[number]
 
     def decode(self) -> None:
-        """Decode all plain values to use."""
+        """Decode all plain values to load."""
         for node in self.plain:
             self._decoded.append(self._decode(node, "state"))
 
     def _decode(self, node: Json, path: str) -> Any:
-        """Return a value without its objects, and with None for those in lists."""
+        """Return a value without its objects. In lists, None replaces them."""
         if not _holds_objects(node):
             return self._decoder.decode(node)
         children = self._decoder.children(node) or {}
@@ -177,7 +177,7 @@ def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
     return getattr(container, "_make", type(container))(items)
 
 
-_FIRST: Final = 10  # differences in a message
+_FIRST: Final = 10  # differences per message
 
 
 def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
@@ -204,11 +204,11 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
             f"{directory} does not fit the state, and nothing was changed:\n  {text}"
         )
     if lines and rank() == 0:
-        logger.warning("%s does not fit the state; skipped:\n  %s", directory, text)
+        logger.warning("%s does not fit the state. Skipped:\n  %s", directory, text)
 
 
 def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
-    """Return the reason if a saved tensor doesn't fit, or an empty string."""
+    """Return why a saved tensor doesn't fit, or an empty string."""
     old, new = BY_NAME[stored.dtype], slot.tensor.dtype
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
@@ -218,8 +218,8 @@ def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
     if not torch.can_cast(old, new):
         return f"{text}, which cannot hold its values"
     if not convert:
-        return f"{text} (convert=True converts)"
-    # Integers may be quantized weights.
+        return f"{text} (pass convert=True)"
+    # Integers may be quantized weights. accel doesn't know their scales.
     if new.is_floating_point and not old.is_floating_point:
         return f"{text}. Only the library that wrote them can convert integers"
     return ""

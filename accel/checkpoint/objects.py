@@ -27,42 +27,42 @@ from .values import TAG, Decoder, Encoder, Json, Placeholder
 class Stage(IntEnum):
     """The order in which a load fills objects."""
 
-    STATE_DICTS = 1  # they may refuse their state
+    STATE_DICTS = 1  # load_state_dict() may raise
     TENSORS = 2
-    RANKS = 3  # filling the other objects may draw random numbers
+    RANKS = 3  # filling other objects may use random numbers
 
 
 class StateObject(Placeholder):
     """An object of a state."""
 
-    #: The names of its tensors in the checkpoint begin with ``name``, and errors with ``path``.
+    #: The names of its tensors in the checkpoint start with ``name``, errors with ``path``.
     name: str
     path: str
     kind: ClassVar[str]
-    #: True if the ``value`` of each rank goes into the node. Otherwise it is rank 0's.
+    #: True if the node merges the ``value`` of all ranks. If False, the node has rank 0's.
     merged = False
-    #: The key in ``value`` with the entries of this rank's shards alone.
+    #: The key in ``value`` under which each rank has only the entries of its own shards.
     divided: ClassVar[str] = ""
     engine: Engine | None = None
     stage = Stage.TENSORS
 
     def __init__(self) -> None:
-        #: The JSON in the record. A save adds ``value`` once the ranks have exchanged theirs.
+        #: The JSON in the record. A save adds ``value`` and, if ``merged``, other ranks' entries.
         self.node: dict[str, Json] = {TAG: self.kind}
         #: For a load: the shards to read, named as in the record, and the argument of ``fill``.
         self.wanted: list[Shard] = []
         self.values: Any = None
 
     def shards(self) -> Iterator[LocalShard]:
-        """Give the shards on this rank. Local."""
+        """Yield the shards on this rank. Local."""
         return iter(())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        """Return the JSON of everything but the shards. Local."""
+        """Return everything except the shards as JSON. Local."""
         return {"name": self.name}
 
     def problem(self) -> str:
-        """Return the reason if the node doesn't fit, or an empty string. Local."""
+        """Return why the node doesn't fit, or an empty string. Local."""
         return ""
 
     def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
@@ -74,7 +74,7 @@ class StateObject(Placeholder):
         return decoder.decode(self.node.get("state"))
 
     def fill(self, values: Any) -> None:
-        """Load everything but the shards, which are filled already."""
+        """Load everything except shards, which are filled separately."""
 
     def named(self, shard: Shard) -> Shard:
         """Return a shard of this object under its name in the checkpoint."""
@@ -82,10 +82,10 @@ class StateObject(Placeholder):
 
 
 def structure_of(objects: Iterable[StateObject]) -> list[list[str]]:
-    """Return a description for a comparison of ranks."""
+    """Return a description to compare between ranks."""
     rows = []
     for entry in objects:
-        # GANs have two models of one class, which differ in the labels of their engines.
+        # The label distinguishes two models of the same class, as in a GAN.
         label = "" if entry.engine is None else entry.engine.label
         rows.append([entry.name, entry.kind, label])
     return rows
@@ -119,7 +119,7 @@ class StatefulObject(StateObject):
         self._target = target
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the user's object. CheckpointError names the object if it raises."""
+        """Call a method of the user's object. If it raises, CheckpointError names the object."""
         try:
             return method(*args)
         except Exception as error:
@@ -140,14 +140,14 @@ class StatefulObject(StateObject):
 
 @final
 class RankObject(StatefulObject):
-    """An object with a state for each rank: generators, and loaders that ranks read alone."""
+    """An object with its own state on each rank: RNGs, and loaders that each rank reads alone."""
 
     kind = "ranks"
     stage = Stage.RANKS
     value = StateObject.value
 
     def decode(self, decoder: Decoder) -> Any:
-        """Decode this rank's entry of ``node["ranks"]``. New ranks take another rank's."""
+        """Decode this rank's entry of ``node["ranks"]``. Additional ranks reuse an entry."""
         saved = self.node["ranks"]
         return decoder.decode(saved[process.rank() % len(saved)])
 
@@ -163,7 +163,7 @@ class RankObject(StatefulObject):
 
 @final
 class ModuleObject(StateObject):
-    """A module: raw, of an engine, or the submodule at ``prefix`` of an engine's module."""
+    """A raw module, an engine's module, or the submodule at ``prefix`` of an engine's."""
 
     kind = "module"
     divided = "extra"
@@ -174,11 +174,11 @@ class ModuleObject(StateObject):
         self.engine = engine
         self._prefix = prefix
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
-        #: True if all ranks together have one model, for example in a pipeline.
+        #: True if the ranks have different parameters of one model, as in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
-        """Give the shards under their names in this module, with the names in the engine's."""
+        """Yield the engine's name of each shard, and the shard as named in this module."""
         names: dict[str, str] = {}
         if self._prefix:
             outer = shard.tensor_names(self._holdings.module)
@@ -191,7 +191,7 @@ class ModuleObject(StateObject):
                 yield local.name, replace(local, name=names[local.name])
 
     def shards(self) -> Iterator[LocalShard]:
-        # If the module is spread over the ranks, each buffer is on one of them.
+        # In a pipeline each buffer is on a single rank, so it can't differ between ranks.
         everything, equal = self.merged, set[str]()
         if self.engine is not None and self.engine.synchronizes:
             everything = everything or not self.engine.distributed
@@ -204,7 +204,7 @@ class ModuleObject(StateObject):
         for name, value in self._holdings.values(None).items():
             if name.startswith(self._prefix):
                 extra[name.removeprefix(self._prefix)] = value
-        # All ranks must know the tensors in shards, so those of a single rank become JSON.
+        # All ranks must list the tensors in files. So tensors of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
         node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
         return node if self.engine is None else {**node, "backend": self.engine.name}
@@ -242,7 +242,7 @@ def _module_object(module: nn.Module) -> StateObject:
 
 @final
 class OptimizerObject(StateObject):
-    """An optimizer: raw, or of an engine. Parameters outside its groups are left alone."""
+    """A raw optimizer, or one of an engine. Ignores parameters outside its groups."""
 
     kind = "optimizer"
     merged = True
@@ -263,7 +263,7 @@ class OptimizerObject(StateObject):
         for parameter in parameters:
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise CheckpointError(f"a parameter of shape {shape} is not of its model. Add it.")
+                raise CheckpointError(f"a parameter of shape {shape} is not in the model. Add it.")
             self._parameters[names[id(parameter)]] = parameter
         self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
 
@@ -287,24 +287,24 @@ class OptimizerObject(StateObject):
     def problem(self) -> str:
         node, kind = self.node, type(self.optimizer).__name__
         if node["class"] != kind:
-            return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
+            return f"the checkpoint has the state of {node['class']}, but this is {kind}"
         sizes, saved_sizes = _sizes(self.optimizer.param_groups), _sizes(node["groups"])
         if sizes != saved_sizes:
-            return f"the checkpoint has groups of {saved_sizes} parameters, and not of {sizes}"
+            return f"the checkpoint has groups of {saved_sizes} parameters instead of {sizes}"
         for saved_name, name in self._names_here().items():
             if saved_name != name and node["named"] and self._has_names:
-                return f"a parameter is {saved_name} in the checkpoint and {name} here"
+                return f"a parameter is {saved_name} in the checkpoint but {name} here"
         return ""
 
     def _names_here(self) -> dict[str, str]:
-        """Return the names here by the saved names."""
+        """Return the parameter names here by saved name."""
         saved = [name for group in self.node["groups"] for name in group["params"]]
         return dict(zip(saved, self._parameters, strict=True))
 
     def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
         """Return the shards to fill. State that doesn't exist yet is on the meta device."""
         names = self._names_here()
-        #: The saved tensors of the state under their names here.
+        #: The shapes and dtypes of saved state tensors, by their names here.
         self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for saved_name, form in manifest.items():
             if saved_name.rpartition("/")[0] in names:
@@ -312,13 +312,13 @@ class OptimizerObject(StateObject):
         return [(slot.name, slot) for slot in self._slots(create=False)]
 
     def _slots(self, *, create: bool) -> Iterator[Shard]:
-        """Give the shards to fill under their saved names."""
+        """Yield the shards to fill under their saved names."""
         saved_names = dict(zip(self._parameters, self._names_here(), strict=True))
         for slot in self._holdings.slots(self.optimizer, self._manifest, create=create):
             yield replace(slot, name=_renamed(slot.name, saved_names))
 
     def allocate(self) -> Iterator[Shard]:
-        """Create the state that doesn't exist yet, and give all shards to fill."""
+        """Create the state that doesn't exist yet, and yield all shards to fill."""
         return map(self.named, self._slots(create=True))
 
     def decode(self, decoder: Decoder) -> Any:
@@ -341,7 +341,7 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _renamed(tensor: str, names: Mapping[str, str]) -> str:
-    """Return the name of a tensor of the state with another name of its parameter."""
+    """Replace the parameter's name in the name of a state tensor."""
     parameter, _, key = tensor.rpartition("/")
     return f"{names[parameter]}/{key}"
 
@@ -349,13 +349,13 @@ def _renamed(tensor: str, names: Mapping[str, str]) -> str:
 def _optimizer_object(optimizer: Optimizer, modules: Sequence[nn.Module]) -> StateObject:
     engine = Registry.find_engine_of(optimizer)
     if type(optimizer).state_dict is not Optimizer.state_dict:
-        # A class around another optimizer, for example. Only its load_state_dict takes them.
+        # For example a wrapper around an optimizer. Only its load_state_dict() loads the entries.
         entries = optimizer.state_dict().keys() - {"state", "param_groups"}
         if entries and engine is not None and engine.holdings.partial(optimizer):
             raise CheckpointError(
-                f"the state_dict() of this {type(optimizer).__name__} has its own entries "
+                f"the state_dict() of this {type(optimizer).__name__} has extra entries "
                 f"{sorted(map(str, entries))[:5]}, which backend {engine.name!r} can't shard. "
-                "Use a backend that keeps full optimizers."
+                "Use a backend that doesn't shard this optimizer."
             )
         if entries:
             return StatefulObject(optimizer)
@@ -370,7 +370,7 @@ def _optimizer_object(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Sta
 
 
 def make_object(value: Any, name: str, path: str, modules: Sequence[nn.Module]) -> StateObject:
-    """Return the object of a value. The parameters of raw optimizers have names in ``modules``."""
+    """Return the object of a value. ``modules`` name the parameters of raw optimizers."""
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
     try:

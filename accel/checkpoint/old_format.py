@@ -1,7 +1,7 @@
-"""Records of versions 1 and 2, as accel 0.1 wrote them.
+"""Records of versions 1 and 2, written by accel 0.1.
 
-A tensor was a line of elements: in row-major order or, if it had cuts, block after block.
-The checksums of the data were in the files. They aren't compared.
+They store a tensor as a sequence of elements, in row-major order or, with cuts, block by
+block. The checksums of the data are in the shard files, and are not compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DIGITS: Final = slice(len(BEGIN), len(BEGIN) + 16)
 
 
 def checksums(content: bytes) -> tuple[str, str]:
-    """Return the checksum in a record, and that of the record."""
+    """Return the checksum in a record, and the expected checksum."""
     digits = content[_DIGITS].decode("ascii", "replace")
     return digits, checksum(BEGIN + b"0" * 16 + content[_DIGITS.stop :])
 
 
 def update(body: Mapping[str, Any]) -> None:
-    """Write the files and tensors of a record as version 3 does."""
+    """Convert the files and tensors of a record to version 3."""
     for file in body["files"]:
         file["xxh3"] = ()
     for name, tensor in body["tensors"].items():
@@ -50,7 +50,7 @@ def update(body: Mapping[str, Any]) -> None:
 
 
 def _blocks(tensor: Mapping[str, Any]) -> Iterator[Box]:
-    """Return the blocks of a tensor, or all its elements."""
+    """Return the blocks of a tensor. Without cuts, it is one block."""
     if "cuts" not in tensor:
         return iter([((0, math.prod(tensor["shape"])),)])
     sides = []

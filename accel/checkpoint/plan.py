@@ -1,8 +1,8 @@
-"""Decide which rank writes which elements of which tensor. Pure: boxes in, boxes out.
+"""Decide which rank writes which elements of which tensor, without communication.
 
-Ranks hold disjoint or identical boxes of a tensor. A box on several ranks is divided among them, so
-they write equally many bytes. The tensors of a model have few shapes. So a rank tells the others its
-kinds of shards, and planning takes time by kinds and ranks, not by tensors and ranks.
+Ranks have disjoint or identical boxes of a tensor. If several ranks have a box, each writes an
+equal share of its bytes. The tensors of a model have only a few shapes. So ranks exchange the kinds
+of their shards, and the time to plan grows with kinds and ranks, not with tensors and ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .steps import digest
 
 @dataclass(frozen=True, slots=True)
 class BoxKind:
-    """The form of a shard: many tensors of a rank have the same."""
+    """The form of a shard. Many tensors on a rank have the same."""
 
     dtype: str
     shape: tuple[int, ...]
     box: Box
-    #: True if nothing keeps the values equal on all ranks. Then the lowest rank writes them.
+    #: True if the values may differ between ranks. Then the lowest rank with the box writes it.
     one_writer: bool
 
 
@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All shards on one rank. Ranks often have the same names (table) and different boxes (kinds)."""
+    """All shards on one rank. Ranks often have equal names (table) and different boxes (kinds)."""
 
     table: Table
     kinds: tuple[BoxKind, ...]
@@ -61,14 +61,14 @@ def list_shards(shards: Sequence[LocalShard]) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a box, for the rank at ``place`` of a set."""
+    """The part of a box that the rank at ``place`` of a set writes."""
 
     name: str
-    #: The first tensor of those with equal boxes.
+    #: The name of the first tensor that has the same boxes as this one.
     like: str
     place: int = 0
     dim: int = 0
-    #: Begin and end along ``dim``. None: the full box.
+    #: The start and end along ``dim``, or None for the full box.
     rows: tuple[int, int] | None = None
 
     def of(self, box: Box) -> Box:
@@ -82,10 +82,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Sets of ranks with boxes of the same sizes, so each set divides them in the same way."""
+    """Sets of ranks with boxes of the same sizes, which every set splits in the same way."""
 
     sets: Sequence[tuple[int, ...]]
-    #: A box for each set, by ``Piece.like``.
+    #: The box of each set, by ``Piece.like``.
     boxes: Mapping[str, Sequence[Box]]
     pieces: Sequence[Piece]
 
@@ -94,12 +94,12 @@ class Sharing:
 class WritePlan:
     """The tensors of a checkpoint and their writers."""
 
-    #: The dtype and shape of each tensor are in its kind.
+    #: The kind of each tensor, which has its dtype and shape.
     kinds: Mapping[str, BoxKind]
     sharings: Sequence[Sharing]
 
     def entries(self, rank: int) -> Iterator[Entry]:
-        """Give the elements to write on a rank."""
+        """Yield the entries that a rank writes."""
         for sharing in self.sharings:
             for number, ranks in enumerate(sharing.sets):
                 if rank not in ranks:
@@ -111,7 +111,7 @@ class WritePlan:
                         yield Entry(piece.name, kind.dtype, kind.shape, box)
 
     def stored(self, files: Mapping[int, int]) -> dict[str, Stored]:
-        """Return the tensors of the record. ``files`` gives the numbers of the ranks' files."""
+        """Return the tensors of the record. ``files`` maps ranks to numbers of files."""
         found: dict[str, list[Run]] = defaultdict(list)
         for sharing in self.sharings:
             known: dict[tuple[str, int], list[Run]] = {}
@@ -131,12 +131,12 @@ class WritePlan:
 
 @functools.lru_cache(2)  # most saves of a job have the same shards
 def make_plan(listings: tuple[Listing, ...]) -> WritePlan:
-    """Plan for ranks with these listings. Each rank makes the same plan."""
+    """Return the plan for all ranks' listings. It is the same on every rank."""
     tables: dict[Table, list[int]] = defaultdict(list)
     for rank, listing in enumerate(listings):
         tables[listing.table].append(rank)
     sources: dict[str, list[tuple[Table, int]]] = defaultdict(list)
-    # Exported files and readers have the tensors in the order of the state.
+    # The record has this order, so exported files list the tensors in the order of the state.
     kinds: dict[str, BoxKind] = {}
     for table, ranks in tables.items():
         for name, number in table.rows:
@@ -168,7 +168,7 @@ def make_plan(listings: tuple[Listing, ...]) -> WritePlan:
 
 
 def _holders(name: str, held: Sequence[tuple[int, BoxKind]]) -> dict[Box, list[int]]:
-    """Return the ranks with each box of a tensor, once they are known to cover it."""
+    """Return the ranks that have each box of a tensor. Raise if the boxes don't cover it."""
     first = held[0][1]
     shape = first.shape
     is_flat = all(len(kind.box) == 1 for _, kind in held)
@@ -177,14 +177,14 @@ def _holders(name: str, held: Sequence[tuple[int, BoxKind]]) -> dict[Box, list[i
     for rank, kind in held:
         if (kind.dtype, kind.shape) != (first.dtype, shape):
             raise CheckpointError(
-                f"{name} is {first.dtype} {list(shape)} on one rank and "
-                f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all."
+                f"{name} is {first.dtype} {list(shape)} on one rank and {kind.dtype} "
+                f"{list(kind.shape)} on rank {rank}. Save the same tensor on every rank."
             )
         if math.prod(shape_of(kind.box)):
             for box in [kind.box] if is_flat else expanded(kind.box, shape):
                 holders.setdefault(box, []).append(rank)
-    # Engines give disjoint or identical boxes. So boxes inside the tensor with as many elements as
-    # the tensor are all of it.
+    # Engines return disjoint or identical boxes. So different boxes that lie inside the tensor
+    # cover it if together they have as many elements as the tensor.
     count, is_inside = 0, True
     for box in holders:
         count += math.prod(shape_of(box))
@@ -192,7 +192,7 @@ def _holders(name: str, held: Sequence[tuple[int, BoxKind]]) -> dict[Box, list[i
             is_inside = is_inside and 0 <= begin <= end <= size
     if not is_inside or count != math.prod(shape):
         raise CheckpointError(
-            f"the shards of {name} {list(shape)} overlap or leave a hole. "
+            f"the shards of {name} {list(shape)} overlap or leave a gap. "
             f"They are {sorted(holders)[:4]}."
         )
     return holders
@@ -203,14 +203,14 @@ def _share(
     names_of: Mapping[str, Sequence[str]],
     kinds: Mapping[str, BoxKind],
 ) -> Iterator[Sharing]:
-    """Divide the boxes of several ranks."""
+    """Split boxes among the ranks that have them."""
     alike: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for ranks, boxes in shared.items():
         sizes = [(like, *map(shape_of, own)) for like, own in boxes.items()]
         alike.setdefault((len(ranks), *sizes), []).append(ranks)
     for sets in alike.values():
         first = shared[sets[0]]
-        # Usually a set has one box of a tensor.
+        # A set usually shares one box per tensor. Each further box needs its own Sharing.
         for number in range(max(map(len, first.values()))):
             boxes = {}
             for like, own in first.items():
@@ -225,7 +225,7 @@ def _deal(
     kinds: Mapping[str, BoxKind],
     number: int,
 ) -> Iterator[Piece]:
-    """Cut the boxes, one after the other, into shares of equal bytes."""
+    """Split the boxes, in order, into ``number`` shares of equal bytes."""
     nbytes, total = {}, 0
     for like, (box, *_) in boxes.items():
         nbytes[like] = math.prod(shape_of(box)) * ITEM_BYTES[kinds[like].dtype]

@@ -1,7 +1,7 @@
-"""Read tensors out of shard files: each chunk once, with its checksum.
+"""Read tensors from shard files, each chunk once and with its checksum.
 
-A chunk of plain host memory is read into its place. Others go through a staging buffer:
-their elements are copied to devices, other dtypes and cut boxes.
+A chunk is read directly into contiguous CPU tensors of the same dtype. Other chunks go through
+a staging buffer, and their elements are copied to the targets.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from .storage import CHUNK, storage_of
 T = TypeVar("T")
 
 _MAX_THREADS: Final = 8
-#: Chunks in the staging buffer, or more if more threads read.
+#: The minimum number of chunks in the staging buffer. There is at least one per thread.
 _STAGED: Final = 4
 _ALIGN: Final = 64
 
 
 def cores() -> int:
-    """Return the number of cores for this process."""
+    """Return the number of cores this process can use."""
     # macOS has no sched_getaffinity.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def share() -> int:
-    """Return the threads for this rank: a node's ranks share its cores."""
+    """Return the threads for this rank. A node's ranks share its cores."""
     process = running()
     ranks = 1 if process is None else process.place.local_world_size
     return max(1, min(_MAX_THREADS, cores() // ranks))
 
 
 def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> None:
-    """Call ``act`` for all items. Raises the first error."""
+    """Call ``act`` for all items. Raise the first error."""
     if threads == 1 or len(items) < 2:
         for item in items:
             act(item)
         return
     with ThreadPoolExecutor(threads, "accel.read") as pool:
-        # After an error it cancels the items that are left.
+        # Iterate over map(), because it raises errors and then cancels the remaining items.
         for _ in pool.map(act, items):
             pass
 
@@ -66,25 +66,25 @@ def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> 
 
 @dataclass(slots=True)
 class _Piece:
-    """Wanted elements of a stored box, and the tensor for them."""
+    """Elements to read from a stored box, and their target tensor."""
 
     key: str
     dtype: torch.dtype
-    #: The stored box begins at this element of its entry.
+    #: The index of the stored box's first element in its entry.
     first: int
     sizes: tuple[int, ...]
-    #: In the stored box. The target has its shape.
+    #: The elements to read, as a box inside the stored box. The target has its shape.
     wanted: Box
     target: torch.Tensor
-    #: The byte of the file at which the stored box begins, once the header is read.
+    #: The position of the stored box in the file in bytes, once the header is read.
     start: int = 0
 
     def byte_of(self, element: int) -> int:
-        """Return the byte of the file at which an element begins."""
+        """Return the position of an element in the file in bytes."""
         return self.start + element * self.dtype.itemsize
 
     def view(self, begin: int, end: int) -> memoryview | None:
-        """Return the target's memory for a range, or None if its bytes differ."""
+        """Return the target's memory for a range, or None if its layout differs."""
         target, size = self.target, self.dtype.itemsize
         first, last = span(self.wanted, self.sizes)
         if target.device.type != "cpu" or target.dtype is not self.dtype:
@@ -96,7 +96,7 @@ class _Piece:
         return memory(target)[(begin - first) * size : (end - first) * size]
 
     def blocks(self, begin: int, end: int) -> Iterator[tuple[int, Box, Box]]:
-        """Give the boxes of a range: the place in it, the box, its wanted part."""
+        """Yield each box of a range: its start in it, the box, and the part to read."""
         at = 0
         for box in expanded(((begin, end),), self.sizes):
             common = intersection(box, self.wanted)
@@ -105,9 +105,9 @@ class _Piece:
             at += math.prod(shape_of(box))
 
     def copy_from(self, data: torch.Tensor, begin: int, end: int) -> None:
-        """Copy the wanted elements of a range, with these bytes, to the target."""
+        """Copy the elements to read from the bytes of a range to the target."""
         if data.storage_offset() % self.dtype.itemsize:
-            data = data.clone()  # a file of another library
+            data = data.clone()  # view() needs alignment
         values = data.view(self.dtype)
         for at, box, common in self.blocks(begin, end):
             sizes = shape_of(box)
@@ -118,10 +118,10 @@ class _Piece:
 
 
 def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
-    """Give the elements of a shard, each with the number of its file."""
+    """Yield the pieces of a shard, each with the number of its file."""
     shape, region, tensor = stored.shape, shard.region, shard.tensor
     if stored.is_flat and len(region) == 1 and tensor.is_contiguous():
-        # Ranges in row-major order need no dimensions. Most tensors are stored as such ranges.
+        # Treat the tensor as 1-D. Most tensors are stored as ranges in row-major order.
         shape = (stored.numel,)
     targets = list(_targets(tensor, expanded(region, shape)))
     dtype = BY_NAME[stored.dtype]
@@ -140,13 +140,13 @@ def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
 
 
 def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Give the boxes of a shard with their views of its tensor."""
+    """Yield the boxes of a shard with views of its tensor."""
     start = 0
     for box in boxes:
         sizes = shape_of(box)
         count = math.prod(sizes)
         if count == tensor.numel():
-            # It may have any strides, as a convolution in channels_last.
+            # view(-1) would raise for strides such as those of channels_last.
             yield box, tensor.view(sizes)
         else:
             yield box, tensor.view(-1)[start : start + count].view(sizes)
@@ -158,17 +158,17 @@ def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, 
 
 @dataclass(slots=True)
 class _Chunk:
-    """The bytes under a checksum, and the ranges of pieces in them."""
+    """The bytes with one checksum, and the ranges of pieces in them."""
 
     number: int
     begin: int
     end: int
     segments: Sequence[tuple[_Piece, int, int]] = ()
-    #: To read it into.
+    #: The memory to read the chunk into.
     views: Sequence[memoryview] = ()
 
     def find_views(self) -> bool:
-        """Set ``views`` to the memory of the targets if that is all of it."""
+        """Set ``views`` to the targets' memory. True if it fits the full chunk."""
         views, at = [], self.begin
         for piece, begin, end in self.segments:
             view = piece.view(begin, end)
@@ -194,18 +194,18 @@ class _Chunk:
 
 @final
 class _ShardFile:
-    """A shard file, with the header once it is read."""
+    """A shard file. The header is read when needed."""
 
     def __init__(self, path: str, written: Written) -> None:
         self._path = path
         self._size = written.size
         self._entries: Mapping[str, dict[str, Any]] = {}
         self._header_size = 0
-        #: The checksum of each chunk. Empty: the file has none.
+        #: The checksum of each chunk. Empty for other libraries and old versions.
         self.checksums = written.checksums
-        #: The wanted entries, for errors.
+        #: The keys of the entries to read, for errors.
         self._keys: Sequence[str] = ()
-        #: The chunks with the header, until the file is closed.
+        #: The chunks that contain the header, until the file is closed.
         self.kept: dict[int, torch.Tensor] = {}
 
     @contextlib.contextmanager
@@ -239,7 +239,7 @@ class _ShardFile:
         return _Chunk(number, begin, min(begin + CHUNK, self._size))
 
     def chunks(self, pieces: Iterable[_Piece]) -> Iterator[_Chunk]:
-        """Give the chunks with elements of pieces, in order."""
+        """Yield the chunks with elements of pieces, in order."""
         found: dict[int, list[tuple[_Piece, int, int]]] = {}
         for piece in pieces:
             size, (begin, last) = piece.dtype.itemsize, span(piece.wanted, piece.sizes)
@@ -249,7 +249,7 @@ class _ShardFile:
             while begin < last:
                 number = piece.byte_of(begin) // CHUNK
                 limit = (number + 1) * CHUNK
-                # Without checksums, an element may end in the next chunk.
+                # In unaligned files of other libraries, an element may end in the next chunk.
                 end = min(last, -(-(limit - piece.start) // size))
                 if is_range or any(piece.blocks(begin, end)):
                     found.setdefault(number, []).append((piece, begin, end))
@@ -264,12 +264,12 @@ class _ShardFile:
             yield chunk
 
     def read(self, chunk: _Chunk) -> None:
-        """Fill the views of a chunk, and compare its checksum."""
+        """Fill the views of a chunk, and check its checksum."""
         file = self.file
         if not self.checksums:
             file.fill(chunk.begin, chunk.views)
             return
-        # A step is hashed while it is in the caches of the core.
+        # Read and hash in small steps, so that the bytes to hash are still in the core's cache.
         parts = []
         for view in chunk.views:
             for at in range(0, len(view), file.step):
@@ -294,7 +294,7 @@ class _ShardFile:
 
 @final
 class BoxReader:
-    """The files of one checkpoint."""
+    """A reader of a checkpoint's files."""
 
     def __init__(self, directory: str, record: Record) -> None:
         self._record = record
@@ -303,11 +303,11 @@ class BoxReader:
         #: The devices of the tensors to fill.
         self._devices = set[torch.device]()
 
-        # Headers are kept for the next read. Each may have very many entries.
+        # Keep headers for the next read, but only a few, because they may have many entries.
         @functools.lru_cache(maxsize=16)
         def file(number: int) -> _ShardFile:
             written = record.files[number]
-            # The files of other libraries have full paths.
+            # For files of other libraries, the name is already a full path or URL.
             path = written.name
             if not is_url(path):
                 path = os.path.join(directory, path)
@@ -316,7 +316,7 @@ class BoxReader:
         self._file = file
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Read shards, named as in the record, into memory of any device."""
+        """Fill shards, named as in the record, on any device."""
         wanted: dict[int, list[_Piece]] = {}
         self._devices.clear()
         for shard in shards:
@@ -333,7 +333,7 @@ class BoxReader:
         finish(begun(self._devices))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return full tensors, new and on the CPU."""
+        """Read tensors into new full tensors on the CPU."""
         tensors = {}
         for name in names:
             stored = self._record.tensors[name]
@@ -349,7 +349,7 @@ class BoxReader:
         def compare(number: int) -> None:
             chunk = file.chunk(number)
             size = chunk.end - chunk.begin
-            # Memory of one step, again and again, stays in the caches of the core.
+            # All views are the same memory of one step, so that it stays in the core's cache.
             room = memoryview(bytearray(min(size, file.file.step)))
             chunk.views = [room[: size - at] for at in range(0, size, len(room))]
             file.read(chunk)
@@ -373,7 +373,7 @@ class BoxReader:
         rooms = self._stage.split(CHUNK + _ALIGN)
         for at in range(0, len(staged), places):
             batch = staged[at : at + places]
-            finish(self._copies)  # they read the buffer
+            finish(self._copies)  # these still read the buffer
             for chunk, room in zip(batch, rooms, strict=False):
                 chunk.views = [memory(room)[: chunk.end - chunk.begin]]
             in_threads(file.read, batch, file.threads)

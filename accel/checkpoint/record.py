@@ -1,4 +1,4 @@
-"""The record: a JSON file with the names of everything in a checkpoint, and its commit."""
+"""The record: a JSON file that lists a checkpoint's content. Writing it is the commit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 3
 _BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
-#: The checksum at the end is of all bytes before it.
+#: A record ends with this, the checksum of all bytes before it, and ``"}``.
 _END: Final = b',"xxh3":"'
 _TAIL: Final = len(_END) + 16 + len(b'"}')
-#: The attributes of ``Record`` that are in the file as they are.
+#: The attributes of ``Record`` that the file contains unchanged.
 _PLAIN: Final = ("id", "time", "world_size", "values", "ranks")
-OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
+OTHER: Final = "Load a different checkpoint, for example accel.latest(...)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    #: The names and places of boxes in files of another library or old version.
+    #: For files of other libraries and old versions: each box's key, and its start in the entry.
     keys: Mapping[tuple[int, Box], tuple[str, int]] = field(default_factory=dict)
 
     @property
@@ -45,14 +45,14 @@ class Stored:
 
     @property
     def is_flat(self) -> bool:
-        """True if the boxes count elements in row-major order."""
+        """True if the boxes are ranges in row-major order."""
         return all(len(run.box) == 1 for run in self.runs)
 
     def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
         """Return the files and stored boxes with elements of a box."""
         boxes = expanded(box, self.shape)
         if self.is_flat:
-            # A box of columns is in all files from its first element to its last one.
+            # If the box is not a range, such as columns, take all files in the span around it.
             boxes = iter([flattened(box, self.shape) or (span(box, self.shape),)])
         found: dict[tuple[int, Box], None] = {}
         for one in boxes:
@@ -62,7 +62,7 @@ class Stored:
 
 
 def span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the range in row-major order from the first element of a box to its last one."""
+    """Return the range in row-major order from the first to the last element of a box."""
     first = last = 0
     for (begin, end), size in zip(box, shape, strict=True):
         first, last = first * size + begin, last * size + end - 1
@@ -73,19 +73,19 @@ def span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
 class Record:
     """The content of ``accel.json``."""
 
-    #: A name for the save, which is in the names of its files. Empty for another library's.
+    #: The id of the save, which is part of its file names. Empty for other libraries' files.
     id: str = ""
-    #: Seconds since 1970 at the commit.
+    #: The time of the commit, in seconds since 1970.
     time: float = 0.0
     #: The number of ranks that saved.
     world_size: int = 1
     files: Sequence[Written]
     tensors: Mapping[str, Stored]
-    #: The state without its tensors, as ``values.py`` writes it.
+    #: The state without its tensors, as encoded by ``values.py``.
     values: Any
-    #: For each rank, its own values by the name of their object.
+    #: For each rank, the values specific to it by the name of their object.
     ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    #: The checksum of the record, which is equal if two ranks see the same checkpoint.
+    #: The checksum of the record. Ranks compare it to detect that they see different checkpoints.
     digits: str = ""
 
     @property
@@ -94,7 +94,7 @@ class Record:
 
 
 def encode(record: Record) -> bytes:
-    """Return the content of the file."""
+    """Return the bytes of ``accel.json``."""
     body: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     for name in _PLAIN:
         body[name] = getattr(record, name)
@@ -118,7 +118,7 @@ def exists(directory: str) -> bool:
 
 
 def is_record(path: str) -> bool:
-    """True if a file begins like a record of accel, which may be damaged."""
+    """True if a file starts like a record of accel. It may be damaged."""
     with storage_of(path).open(path) as file:
         return file.read(0, min(len(_BEGIN), file.size)).startswith((_BEGIN, old_format.BEGIN))
 
@@ -141,12 +141,12 @@ def _absent(directory: str) -> str:
         return f"{directory} {problem}. Pass the directory of a checkpoint."
     for name in sorted(storage.names(directory), reverse=True):
         if exists(os.path.join(directory, name)):
-            return f"{directory} holds checkpoints ({name}) but is none. Load one of them."
+            return f"{directory} contains checkpoints ({name}) but is not one. Load one of them."
     return f"{directory} has no {NAME}, so it is not a checkpoint."
 
 
 def parse(content: bytes, path: str) -> Record:
-    """Return the record with this content, or raise as ``read``."""
+    """Return the record with this content, or raise like ``read``."""
     if content.startswith(old_format.BEGIN):
         digits, expected = old_format.checksums(content)
     elif content.startswith(_BEGIN):
@@ -154,14 +154,14 @@ def parse(content: bytes, path: str) -> Record:
         is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
         expected = checksum(content[:-_TAIL]) if is_whole else ""
     else:
-        raise CheckpointError(f"{path} has another format: it is not a record of accel.")
+        raise CheckpointError(f"{path} was not written by accel. Load a checkpoint of accel.")
     if digits != expected:
         raise CheckpointError(f"{path} is damaged: its checksum is wrong. {OTHER}")
     with parsing(f"{path} is not a record of accel"):
         body = json.loads(content)
         if body["version"] not in (1, 2, VERSION):
             raise CheckpointError(
-                f"{path} has version {body['version']!r} of the format, and this accel reads "
+                f"{path} has version {body['version']!r} of the format, but this accel reads "
                 f"versions up to {VERSION}. Please update accel."
             )
         if body["version"] != VERSION:
@@ -172,7 +172,7 @@ def parse(content: bytes, path: str) -> Record:
 def _build(body: Mapping[str, Any], digits: str) -> Record:
     files = []
     for file in body["files"]:
-        # A crafted record must not reach files outside of its directory.
+        # A malicious record must not access files outside its directory.
         if "/" in file["name"]:
             raise ValueError(f"{file['name']!r} is not the name of a shard file")
         files.append(Written(file["name"], file["size"], tuple(file["xxh3"])))

@@ -1,4 +1,4 @@
-"""Object stores: every store with a file system in fsspec, by URL. Nothing is cached."""
+"""Object stores: every store that fsspec supports, by URL. Nothing is cached."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from typing import Any, Final, final
 from ..errors import CheckpointError
 from .storage import CHUNK, Content, File, StoreError, replaced
 
-#: Bytes of a part of an upload. An upload has at most 10,000 parts.
+#: The minimum bytes per part of an upload. An upload can have at most 10,000 parts.
 _BLOCK: Final = 16 << 20
 #: The protocols of stores without directories.
 _FLAT: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "cos", "memory")
 
 
 def remote(url: str) -> Remote:
-    """Return the store of a URL. Local: the store is not asked."""
+    """Return the store of a URL, without a request to it. Local."""
     protocol = url.partition("://")[0].lower()
     try:
         from fsspec import get_filesystem_class
 
         options = get_filesystem_class(protocol)._get_kwargs_from_urls(url)
         return _opened(os.getpid(), protocol, tuple(sorted(options.items())))
-    except Exception as error:  # a file system that is made around another one raises anything
+    except Exception as error:  # file systems that wrap others can raise anything
         raise CheckpointError(
-            f"{url}: fsspec can't open it ({type(error).__name__}: {error}). Pass a URL such as "
+            f"fsspec can't open {url} ({type(error).__name__}: {error}). Pass a URL such as "
             "'s3://bucket/run', and pip install s3fs for s3://, gcsfs for gs://, adlfs for az://."
         ) from error
 
 
 @functools.cache
 def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Remote:
-    """Return one for each process, because a fork has no thread for the connections."""
+    """Return a store per process, because a fork lacks the thread of the connections."""
     from fsspec import filesystem
 
     fs = filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options))
@@ -45,37 +45,37 @@ def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Re
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
-    """Return an error of fsspec as an OSError with the URL and advice."""
+    """Convert an error of fsspec to an OSError with the URL and advice."""
     cause = error.__cause__
-    # The file system of http calls a server that it can't reach "not found".
+    # fsspec's http file system raises FileNotFoundError if it can't reach the server.
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         error = cause
     text = f"{type(error).__name__}: {str(error).strip() or 'no details'}"
     is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
     if is_missing and not re.search("bucket does|container does", text):
-        return FileNotFoundError(errno.ENOENT, "it is not there", url)
+        return FileNotFoundError(errno.ENOENT, "File not found", url)
     _opened.cache_clear()  # the next call looks for credentials again
-    advice = "check the credentials, the permissions and the connection to the store"
-    return StoreError(0, f"{text}; {advice}", url)
+    advice = "Check the credentials, the permissions and the connection to the store"
+    return StoreError(0, f"{text}. {advice}", url)
 
 
 @final
 class Remote:
-    """A file system of fsspec, with the methods of ``storage.Local``.
+    """An fsspec file system with the methods of ``storage.Local``.
 
-    s3fs, gcsfs and adlfs repeat requests that fail.
+    s3fs, gcsfs and adlfs retry failed requests.
     """
 
     def __init__(self, protocol: str, fs: Any) -> None:
         self._fs = fs
         self._protocol = protocol
-        # Those that are not asynchronous are for one thread: memory's files have one position.
+        # Synchronous file systems need a lock: all readers of a memory:// file share a position.
         self._lock: Any = contextlib.nullcontext() if fs.async_impl else threading.RLock()
         self._in_flight = 8 if fs.async_impl else 1
 
     @contextlib.contextmanager
     def _request(self, url: str) -> Iterator[str]:
-        """Give the path of a URL, and raise the errors of the file system as OSErrors."""
+        """Yield the path of a URL, and convert errors of the file system to OSErrors."""
         try:
             with self._lock:
                 yield self._fs._strip_protocol(url)
@@ -103,7 +103,7 @@ class Remote:
         return str(info.get("ETag") or sorted(info.items(), key=str)) if info else ""
 
     def modified(self, path: str) -> float | None:
-        # A web server tells no times.
+        # Web servers may not report times.
         with contextlib.suppress(FileNotFoundError, NotImplementedError):
             time = self.ask("modified", path)
             return float(time.timestamp() if hasattr(time, "timestamp") else time)
@@ -120,12 +120,12 @@ class Remote:
     names = sizes
 
     def make(self, directory: str) -> None:
-        # Elsewhere it would make a bucket.
+        # In stores without directories, makedirs() would create a bucket.
         if self._protocol not in _FLAT:
             self.ask("makedirs", directory, exist_ok=True)
 
     def sync(self, directory: str) -> None:
-        """An object is durable once it is written."""
+        """Do nothing, because written objects are durable."""
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[File]:
@@ -137,7 +137,7 @@ class Remote:
         ask = functools.partial(self.ask, "cat_file", path, start=offset, end=end)
         try:
             content = ask()
-        except StoreError:  # bytes that the network changed, for example
+        except StoreError:  # for example, the network changed bytes
             content = ask()
         for view in views:
             view[:] = content[: len(view)]
@@ -153,7 +153,7 @@ class Remote:
                 file.close()
             except BaseException:
                 with contextlib.suppress(Exception):
-                    file.closed = True  # else garbage collection completes the object
+                    file.closed = True  # or garbage collection completes the object
                     file.discard()
                 raise
 
@@ -162,18 +162,18 @@ class Remote:
         conditions: dict[str, Any] = {} if version else {"mode": "create"}
         try:
             if version and self._protocol in ("s3", "s3a"):
-                # A request with a condition can't have parts.
+                # Only a single request can be conditional, so prevent an upload in parts.
                 conditions = {"IfMatch": version, "chunksize": 5 << 30}
             elif self.version(path) != version:
                 raise replaced(path)
             self.ask("pipe_file", path, content, **conditions)
         except OSError as error:
             problem = error
-        # A failure may be that of the answer alone, and a proxy may answer for the store.
+        # Read it back: a failed request may have succeeded, and a proxy may report false success.
         with contextlib.suppress(CheckpointError, OSError):
             if self.ask("cat_file", path) == content:
                 return
-        text = "it is written, by the answer, and cannot be read back"
+        text = "the store accepted the file, but it can't be read back"
         problem = problem or StoreError(0, text, path)
         if self.version(path) == version:
             raise problem

@@ -39,15 +39,15 @@ from .steps import (
 from .storage import storage_of
 from .values import Encoder, Json
 
-#: The errors if ranks pass something else, by attribute of ``Message``.
+#: The error texts for ranks that disagree, by attribute of ``Message``.
 _DIFFERENCES: Final = {
     "arguments": f"accel.save() got {ARGUMENTS}",
-    "structure": "accel.save: the state of rank {rank} has other objects or tensors than that of "
-    "rank 0. Pass the same keys in the same order on every rank.",
-    # A signal handler runs on each rank at its own time.
-    "progress": "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. "
+    "structure": "accel.save: rank {rank} and rank 0 have different objects or tensors in the "
+    "state. Pass the same keys in the same order on every rank.",
+    # For example, ranks that save in a signal handler are interrupted at different steps.
+    "progress": "accel.save: {name} has run {first} on rank 0 and {other} on rank {rank}. "
     "Stop all ranks after the same step with accel.any_rank(flag). "
-    "To go on, load an earlier checkpoint.",
+    "To continue, load an earlier checkpoint.",
 }
 
 
@@ -84,23 +84,23 @@ def save(
     the new one replaces it.
 
     Args:
-        state: a nested dict of handles, raw modules and optimizers, objects with a state dict,
-            tensors and plain values. If the ranks have different plain values, tensors or raw
-            modules, those of rank 0 are saved.
-        dir: the directory, the same on all ranks and on a file system that all of them see, or a
-            URL such as ``"s3://bucket/run"``.
+        state: a nested dict of models, optimizers, objects with a state dict, tensors and plain
+            values. If plain values, tensors or raw modules differ between ranks, those of rank 0
+            are saved.
+        dir: a directory on a file system that all ranks share, or a URL such as
+            ``"s3://bucket/run"``. Pass the same on every rank.
         wait: return when the checkpoint is durable. If False, return once a copy is in host memory.
-        keep: remove older checkpoints next to ``dir`` with the same name up to the number at its
-            end (``step-100``, ``step-200``), so that the newest ``keep`` are left.
-        filter: returns, for the name of a tensor (``"model/head.weight"``), if it is saved. The
-            state of optimizers is always saved.
+        keep: keep the newest ``keep`` checkpoints with the same name up to the number at the end
+            (``step-100``, ``step-200``), and remove older ones next to ``dir``.
+        filter: a function that takes the name of a tensor (``"model/head.weight"``) and returns
+            True to save it. Optimizer state is always saved.
 
     Returns:
         None, or with ``wait=False`` a future that is done when the checkpoint is durable.
 
     Raises:
-        CheckpointError: something can't be stored, another job saves there, the disk or memory
-            fails, or the background save before this one failed. It is raised on every rank.
+        CheckpointError: a value can't be stored, a different job saved to ``dir``, a write
+            failed, or the last background save failed. It is raised on every rank.
     """
     process, begin = current(), time.monotonic()
     rank = process.place.rank
@@ -118,7 +118,7 @@ def save(
     check_equal(messages, _DIFFERENCES)
     plan = make_plan(contents.merge(messages, rank))
     items = shards.write_items(plan.entries(rank), contents.shards)
-    # A thread must not keep the tensors of the state alive, so it gets only the values.
+    # The background thread gets only the values, because it must not keep the tensors alive.
     writing = Writing(
         folder.absolute(dir), version, rank, begin, keep, messages, plan, contents.values
     )
@@ -132,20 +132,20 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Sent by each rank to the others."""
+    """The summary of a state that ranks exchange."""
 
     arguments: dict[str, object]
-    #: Digests of the objects, and of the values that belong to all ranks together.
+    #: Digests: of all objects, and of the JSON nodes of merged objects.
     structure: dict[str, str]
     nodes: str
-    #: The digest of the table and the kinds of a listing.
+    #: This rank's ``Listing``: the digest of its table, and its kinds.
     table: str
     kinds: tuple[BoxKind, ...]
-    #: The steps of each engine by path.
+    #: The steps that each engine has run, by the path of its object in the state.
     progress: dict[str, str] = field(default_factory=dict)
-    #: The values that belong to this rank alone, by the name of the object.
+    #: The values specific to this rank, such as RNG state, by the name of their object.
     own: dict[str, Json] = field(default_factory=dict)
-    #: The id in the names of files. Rank 0's is used.
+    #: A random id for the names of files. All ranks use rank 0's.
     save_id: str = field(default_factory=partial(secrets.token_hex, 6))
 
 
@@ -153,7 +153,7 @@ class Message:
 class Contents:
     """The content of a save on one rank."""
 
-    #: The state as JSON. Before ``merge``, nodes of merged objects have this rank's entries alone.
+    #: The state as JSON. Before ``merge``, nodes of merged objects have only this rank's entries.
     values: dict[str, Json]
     objects: list[StateObject]
     shards: list[LocalShard]
@@ -164,7 +164,7 @@ class Contents:
         return [one for one in self.objects if one.merged]
 
     def message(self, arguments: dict[str, object]) -> Message:
-        # A single rank writes these, so all ranks must have them.
+        # Only one rank writes each of these tensors, so all ranks must list the same ones.
         of_one_rank = sorted(one.shard.name for one in self.shards if not one.equal)
         message = Message(
             arguments=arguments,
@@ -177,7 +177,7 @@ class Contents:
             if one.engine is not None:
                 message.progress[one.path] = one.engine.drift.progress
             if isinstance(one, RankObject):
-                # It goes into the record, because files have no values of single ranks.
+                # Encoder(None) keeps tensors in the JSON: only tensors of all ranks are in files.
                 message.own[one.name] = one.state(Encoder(None))
         return message
 
@@ -189,27 +189,27 @@ class Contents:
             holders.setdefault(message.table, number)
             nodes.add(message.nodes)
         tables = {table.digest: table}
-        # With DDP all ranks are equal. In a pipeline each has its own parameters.
+        # DDP skips this, because all ranks are equal. Pipeline ranks have different parameters.
         if len(holders) > 1 or len(nodes) > 1:
-            # Of ranks with the same table the first one sends it.
+            # If several ranks have the same table, only the first of them sends it.
             rows = table.rows if holders[table.digest] == rank else ()
             entries = [one.node[one.divided] for one in self.merged]
             everyone = agree("accel.save (details)", (rows, entries))
             for name, holder in holders.items():
                 tables[name] = Table(name, everyone[holder][0])
             for number, one in enumerate(self.merged):
-                # The entries of rank 0 are the last ones, so they win.
+                # Rank 0 comes last, so its entries replace those of other ranks.
                 for _, others in reversed(everyone):
                     one.node[one.divided] |= others[number]
         return tuple(Listing(tables[message.table], message.kinds) for message in messages)
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
-    """Take a state apart. Errors name the path of an object without a stored form. Local."""
+    """Split a state into JSON, objects and shards. Errors name the value's path. Local."""
     local_shards: list[LocalShard] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:
-        """Store a tensor inside a plain value."""
+        """Add a plain value's tensor to the shards."""
         name = f"{OF_VALUES}{len(local_shards)}/{name_of([path])}"
         local_shards.append(LocalShard(shard.whole(name, tensor), equal=False))
         return name
@@ -255,7 +255,7 @@ class Writing:
         try:
             _, files = exchange("accel.save (writing)", write, gather)
         except CheckpointError:
-            # A rank has reported a failure, so all ranks know that no record will name it.
+            # All ranks get the failure of a rank, so no record will name this file.
             with contextlib.suppress(OSError):
                 storage.remove(os.path.join(self.directory, name))
             raise

@@ -1,4 +1,4 @@
-"""Shard files: plain safetensors files, written front to back with checksums on the way."""
+"""Shard files: plain safetensors files, written sequentially and hashed on the way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def check_tensor(value: torch.Tensor, path: str) -> None:
-    """Raise for a tensor with more than its elements."""
+    """Raise if a tensor is not plain, dense and of a known dtype."""
     if value.is_nested or value.layout is not torch.strided:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
@@ -73,7 +73,7 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Give items in order, as many at a time as have at most this size together, or one."""
+    """Yield items in order, in batches of at most ``most`` in size or of a single item."""
     batch: list[T] = []
     room = most
     for item in items:
@@ -95,13 +95,13 @@ class LocalShard:
     """A shard on this rank, under its name in the checkpoint."""
 
     shard: Shard
-    #: True if an engine keeps the values equal on all ranks that have the shard.
+    #: True if an engine keeps the values equal on all ranks with this shard.
     equal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Elements of a tensor in a file."""
+    """A box of a tensor, as stored in a file."""
 
     name: str
     dtype: str
@@ -114,7 +114,7 @@ class Entry:
 
 
 def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the name of a box in a file: ``name[0:5,3:6]``, or ``name`` of the full tensor."""
+    """Return the name of a box in a file: ``name[0:5,3:6]``, or ``name`` for the full tensor."""
     if math.prod(shape_of(box)) == math.prod(shape):
         return name
     return f"{name}[{','.join(f'{begin}:{end}' for begin, end in box)}]"
@@ -122,20 +122,20 @@ def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """An entry to write, and the tensor with its elements from ``start`` on."""
+    """An entry to write, and a tensor with its elements from index ``start``."""
 
     entry: Entry
     tensor: torch.Tensor
     start: int
-    #: The bytes in host memory, if a save in the background has copied them.
+    #: Copies of the bytes in host memory, made by a background save.
     copies: Sequence[torch.Tensor] = ()
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Give the elements in row-major order as flat contiguous tensors. Copies are small."""
+        """Yield the elements in row-major order, as flat views or small contiguous copies."""
         if self.copies:
             yield from self.copies
             return
-        # The memory of conjugated or negated tensors is not their values.
+        # The memory of a lazily conjugated or negated tensor doesn't contain its values.
         tensor, start = self.tensor.resolve_conj().resolve_neg(), self.start
         stop = start + math.prod(shape_of(self.entry.box))
         if tensor.is_contiguous():
@@ -145,7 +145,7 @@ class WriteItem:
         step = max(1, PIECE // tensor.itemsize)
         for begin in range(start, stop, step):
             for box in divided(sides, begin, min(begin + step, stop)):
-                # reshape() of one dimension is a view, which may skip elements.
+                # reshape() may return a strided view, which contiguous() copies.
                 yield tensor[slices(box)].reshape(-1).contiguous()
 
 
@@ -175,13 +175,13 @@ def _item(entry: Entry, shards: Sequence[Shard]) -> WriteItem:
 
 METADATA: Final = "__metadata__"
 _ALIGN: Final = 64
-#: Bytes that are hashed and then written, while they are in the caches of a core. Divides CHUNK.
+#: Bytes to hash and then write at once, so that they stay in a core's cache. Divides CHUNK.
 _PART: Final = 1 << 20
 _SMALL: Final = 128 << 10
 
 
 def build_header(entries: Iterable[Entry]) -> bytes:
-    """Return the first bytes of a file with these entries, in this order."""
+    """Return the header of a file with these entries, in this order."""
     table: dict[str, Any] = {METADATA: {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -198,13 +198,13 @@ def build_header(entries: Iterable[Entry]) -> bytes:
 
 
 def read_header(file: File) -> bytearray:
-    """Return the first bytes of a file: all before the data, or less if the file is cut."""
+    """Return the bytes of a file before its data, or fewer if the file is truncated."""
     size = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
     return file.read(0, min(size, file.size))
 
 
 def parse_header(content: bytes | bytearray) -> Mapping[str, dict[str, Any]]:
-    """Return the entries by key. Raises ValueError and the like for other data."""
+    """Return the entries by key. May raise any error if the header is damaged."""
     table: dict[str, Any] = json.loads(bytes(content[8:]))
     table.pop(METADATA, None)
     return table
@@ -220,13 +220,13 @@ class Written:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Return XXH3-64 of some bytes as 16 hexadecimal digits."""
+    """Return the XXH3-64 checksum as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
-    """Write a new file of ``items``, durably. After an error it does not exist."""
-    # Wide elements are first, so all are aligned.
+    """Write ``items`` to a new file, durably. After an error, it doesn't exist."""
+    # Wide dtypes go first, so that all tensors are aligned, as safetensors requires.
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
     header = build_header(item.entry for item in items)
     size = len(header)
@@ -250,7 +250,7 @@ def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
 
 
 def blocks(parts: Iterable[memoryview]) -> Iterator[bytearray | memoryview]:
-    """Give the same bytes in few blocks, each inside a range of ``_PART`` bytes of the file."""
+    """Yield the same bytes in few blocks. No block crosses a multiple of ``_PART``."""
     small, at = bytearray(), 0
     for part in parts:
         while part:

@@ -18,12 +18,12 @@ from .values import Encoder, Json, Placeholder, items_of, place
 
 #: The first character in the names of tensors that are part of plain values.
 OF_VALUES: Final = "~"
-#: Types that are not, and don't contain, objects.
+#: Types of values that are not objects and contain none.
 PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def name_of(keys: Sequence[object]) -> str:
-    """Return the name, or its first part, of a tensor under these keys."""
+    """Return the name, or its prefix, for a tensor under these keys."""
     return "/".join(map(_component, keys))
 
 
@@ -47,7 +47,7 @@ def is_object(value: Any) -> bool:
 @final
 @dataclass(eq=False)
 class Leaf(Placeholder):
-    """An object and its keys in the state, from the outermost dict on."""
+    """An object, and its path of keys from the outermost dict."""
 
     value: Any
     keys: tuple[object, ...]
@@ -65,13 +65,13 @@ class State:
             )
         self.state = state
         self.leaves: list[Leaf] = []
-        #: The state with a leaf for each object. A container without objects is itself.
+        #: The state with a leaf in place of each object. Containers without objects are not copied.
         self.tree = self._flatten(state, ())
-        #: A raw optimizer's parameters have the names that they have in one of these.
+        #: The modules that have names for the parameters of raw optimizers.
         self._modules: list[nn.Module] = []
         for leaf in self.leaves:
             if type(leaf.value) is ModelHandle:
-                # Also if its engine was torn down.
+                # resolve_module() would raise without a path if the model was torn down.
                 self._modules.append(raw(leaf.value))
             elif isinstance(leaf.value, nn.Module):
                 self._modules.append(resolve_module(leaf.value)[0])
@@ -84,7 +84,7 @@ class State:
             return value
         tree, is_changed = {}, False
         for key, item in items_of(value):
-            # Histories are long lists of numbers.
+            # Histories are long lists of numbers, which need no call and no tuple of keys.
             tree[key] = item if type(item) in PLAIN else self._flatten(item, (*keys, key))
             is_changed = is_changed or tree[key] is not item
         if not is_changed or isinstance(value, dict):
@@ -100,7 +100,7 @@ class State:
         return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """Return the state as JSON, and its objects, with nodes to fill."""
+        """Return the state as JSON, and its objects. The caller fills their nodes."""
         objects = []
         for leaf in self.leaves:
             objects.append(self.object_of(leaf))

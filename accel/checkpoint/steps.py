@@ -1,4 +1,4 @@
-"""Steps of all ranks, where the failure of one rank is the failure of all, and texts of errors."""
+"""Steps that fail on all ranks if they fail on one, and texts of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("accel")
 T = TypeVar("T")
 M = TypeVar("M")
 
-#: Gives every rank's value of a step.
+#: Takes the name of a step and this rank's value. Returns every rank's value.
 Gather = Callable[[str, object], list[Any]]
 ARGUMENTS: Final = (
     "{name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
@@ -36,10 +36,10 @@ _GROUP: Final = "accel background"
 def exchange(
     step: str, act: Callable[[], tuple[T, M]], gather: Gather = agree
 ) -> tuple[T, list[M]]:
-    """Return ``act()`` of this rank, and the messages of all ranks. Collective.
+    """Run ``act``. Return its value, and the messages of all ranks. Collective.
 
-    ``act`` returns a value for this rank and a message to the others. If it fails on a rank,
-    CheckpointError is raised on every rank. ``step`` names it in errors.
+    ``act`` returns a value for this rank and a message to all ranks. If it raises on a rank,
+    all ranks raise an error. ``step`` is a name for errors.
     """
     problem: AccelError | None = None
     answer: Any = (None, None)
@@ -58,12 +58,12 @@ def exchange(
 
 
 def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
-    """Return ``act()`` of this rank, like ``exchange`` without a message. Collective."""
+    """Run ``act`` and return its value, like ``exchange`` without messages. Collective."""
     return exchange(step, lambda: (act(), None), gather)[0]
 
 
 def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
-    """Run ``act`` with the rank and the world size, on all ranks if accel runs on several."""
+    """Run ``act(rank, world_size)``. Collective if accel is initialized."""
     if running() is None:
         on_every_rank(function, lambda: act(0, 1), lambda step, value: [value])
     else:
@@ -71,11 +71,11 @@ def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
 
 
 def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
-    """Raise if an attribute, a dict, differs on a rank. Its text gets the first difference."""
+    """Raise if a dict attribute differs between ranks. Its text gets the difference."""
     for attribute, text in texts.items():
         firsts = getattr(messages[0], attribute)
         for number, message in enumerate(messages):
-            # The directories of ranks on several nodes may have different names.
+            # Keys are not compared: a directory may have different names on different nodes.
             others = getattr(message, attribute).values()
             for (name, first), other in zip(firsts.items(), others, strict=True):
                 if other != first:
@@ -84,14 +84,14 @@ def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
 
 
 def digest(value: Any) -> str:
-    """Return a short name of a JSON value."""
+    """Return a short hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause garbage collection, which looks through all objects of the program again and again."""
-    was_on = gc.isenabled()  # a save of 3,000 tensors took twice the time
+    """Pause garbage collection, which would scan all objects repeatedly."""
+    was_on = gc.isenabled()  # it doubled the time to save 3,000 tensors
     gc.disable()
     try:
         yield
@@ -104,7 +104,7 @@ def paused_collector() -> Iterator[None]:
 
 
 def background_gather(process: Process) -> Gather:
-    """Return a gather for a thread, on a process group of its own. Collective."""
+    """Return a gather for a thread, on a separate process group. Collective."""
     if process.control is None:
         return lambda step, value: [value]
     for group in process.subgroups:
@@ -118,14 +118,14 @@ def background_gather(process: Process) -> Gather:
         try:
             return gather_values(value, group, process.timeout)
         except RuntimeError as error:
-            # No CheckpointError: rank 0 may have got all answers, and commit.
+            # With CheckpointError the save would remove its file. But rank 0 may still commit.
             raise AccelError(f"{step}: {reason_of(error)}") from error
 
     return gather
 
 
 def explain(error: BaseException) -> str:
-    """Return an error as a part of a sentence."""
+    """Return the text of an error, without the class of AccelError and OSError."""
     if isinstance(error, AccelError):
         return str(error)
     if not isinstance(error, OSError) or not error.strerror:
@@ -134,13 +134,13 @@ def explain(error: BaseException) -> str:
     if error.filename:
         text += f": {error.filename}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text += "; free space on that file system, or choose a directory on another one"
+        text += ". Free space there, or choose a different file system."
     return text
 
 
 @contextlib.contextmanager
 def parsing(problem: str) -> Iterator[None]:
-    """Raise CheckpointError with ``problem`` if code does not expect the data."""
+    """Raise CheckpointError with ``problem`` if the code fails on unknown data."""
     try:
         yield
     except (CheckpointError, OSError, MemoryError):
@@ -150,7 +150,7 @@ def parsing(problem: str) -> Iterator[None]:
 
 
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
-    """Log the end of a call on rank 0. ``begin`` is its begin, by ``time.monotonic``."""
+    """Log the end of a call on rank 0. ``begin`` is its start, by ``time.monotonic``."""
     if rank() == 0:
         megabytes, seconds = nbytes / 1e6, time.monotonic() - begin
         text = "%s: %s, %.1f MB in %.2f s (%.0f MB/s)"

@@ -1,6 +1,6 @@
-"""Storage of checkpoints: the file systems of this machine here, object stores in ``remote.py``.
+"""Storage of checkpoints: local file systems here, and object stores in ``remote.py``.
 
-``storage_of(path)`` returns the one that has a path. Files are written once, front to back, and
+``storage_of(path)`` returns the storage of a path. Files are written once, sequentially, and
 never changed. Only the record is replaced, by ``put``.
 """
 
@@ -21,21 +21,21 @@ from ..errors import CheckpointError, is_url
 if TYPE_CHECKING:
     from .remote import Remote
 
-#: Both have the same methods. Their OSErrors name the path.
+#: Both have the same methods. The OSErrors that they raise contain the path.
 Storage: TypeAlias = "Local | Remote"
-#: Gives the bytes of a new file.
+#: Returns the bytes of a new file in blocks.
 Content = Callable[[], Iterable["bytes | bytearray | memoryview"]]
 
-#: Bytes under one checksum.
+#: Bytes per checksum.
 CHUNK: Final = 4 << 20
 _MAX_VECTORS: Final = 512
 
 
 def storage_of(path: str) -> Storage:
-    """Return the disk or object store of a path."""
+    """Return the local or remote storage of a path."""
     if not is_url(path):
         return _local
-    # fsspec is not always installed.
+    # An import at the top would be circular, because remote.py imports this module.
     from .remote import remote
 
     return remote(path)
@@ -48,34 +48,34 @@ def read_whole(path: str) -> bytes:
 
 
 class StoreError(OSError):
-    """A failure of a store, which may still have the file."""
+    """A failed request to a store. The file may still exist."""
 
 
 def replaced(path: str) -> CheckpointError:
-    """Return the error for a record by another job, written in between."""
+    """Return the error for a record that changed during the save."""
     return CheckpointError(
-        f"{path} is another job's: it has saved there since this save began. "
-        "Give each job its own directory."
+        f"{path} was written by a different job during this save. "
+        "Use a different directory for each job."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file that is open for reading. Threads may share it."""
+    """A file opened for reading. Threads may share it."""
 
     path: str
     size: int
-    #: Fills memory with the bytes from an offset on. Raises if the file is too short.
+    #: Fills buffers with the bytes from an offset. Raises if the file is too short.
     fill: Callable[[int, Sequence[memoryview]], None]
-    #: Bytes to read before they are hashed. By default they stay in the caches of a core.
+    #: Bytes to read before hashing them. The default fits in a core's cache.
     step: int = 256 << 10
-    #: Threads that read at a time. 0: as many as the rank has cores.
+    #: The number of threads to read with. 0 means this rank's share of the cores.
     in_flight: int = 0
-    #: How often a chunk with a wrong checksum is read, because a network may have changed it.
+    #: The attempts to read a chunk with a correct checksum, as a network may corrupt it.
     tries: int = 1
 
     def read(self, offset: int, count: int) -> bytearray:
-        """Return some bytes."""
+        """Return ``count`` bytes."""
         content = bytearray(count)
         self.fill(offset, [memoryview(content)])
         return content
@@ -83,7 +83,7 @@ class File:
 
 @final
 class Local:
-    """Files that are durable by fsync."""
+    """Local files, made durable with fsync."""
 
     names = staticmethod(os.listdir)
     is_directory = staticmethod(os.path.isdir)
@@ -98,20 +98,20 @@ class Local:
         return sizes
 
     def modified(self, path: str) -> float | None:
-        """Return the time of a file in seconds, or None if there is no such file."""
+        """Return the modification time of a file, or None if it doesn't exist."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.lstat(path).st_mtime
         return None
 
     def version(self, path: str) -> str:
-        """Return a name for the content of a file, or an empty string if there is no file."""
+        """Return a string that identifies a file's content. It is empty without a file."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.lstat(path)
             return f"{status.st_size} {status.st_dev} {status.st_ino} {status.st_mtime_ns}"
         return ""
 
     def make(self, directory: str) -> None:
-        """Make a directory and those above, durably."""
+        """Create a directory and its parents, durably."""
         if not os.path.isdir(directory):
             parent = os.path.dirname(os.path.abspath(directory))
             self.make(parent)
@@ -120,7 +120,7 @@ class Local:
             self.sync(parent)
 
     def sync(self, directory: str) -> None:
-        """Make the names in a directory durable."""
+        """Make a directory's entries durable."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -137,7 +137,7 @@ class Local:
             os.close(fd)
 
     def create(self, path: str, size: int, content: Content) -> None:
-        """Write a new file, durably. After an error it does not exist."""
+        """Write a new file, durably. After an error, it doesn't exist."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             at = 0
@@ -145,14 +145,14 @@ class Local:
                 view = memoryview(block)
                 while view:
                     view = view[os.write(fd, view) :]
-                # The disk would be idle until the fsync. macOS has no such call.
+                # Start to write now, or the disk is idle until fsync. macOS lacks this call.
                 if hasattr(_libc, "sync_file_range"):
                     start, count = ctypes.c_longlong(at), ctypes.c_longlong(len(block))
                     _libc.sync_file_range(fd, start, count, 2)  # SYNC_FILE_RANGE_WRITE
                 at += len(block)
             os.fsync(fd)
         except BaseException as error:
-            # Errors from an open file have no name.
+            # Errors of os.write() and os.fsync() don't contain the path.
             if isinstance(error, OSError) and error.filename is None:
                 error.filename = path
             with contextlib.suppress(OSError):
@@ -162,11 +162,11 @@ class Local:
             os.close(fd)
 
     def put(self, path: str, content: bytes, version: str) -> None:
-        """Replace a file, durably, or raise if it doesn't have this version any more."""
+        """Replace a file, durably. Raise if it no longer has this version."""
         directory = os.path.dirname(path)
         passing = os.path.join(directory, f".accel-{secrets.token_hex(6)}.record")
         self.create(passing, len(content), lambda: [content])
-        # Times of the system are too coarse to order saves that follow each other quickly.
+        # The kernel's timestamps are too coarse to order saves in quick succession.
         now = time.time_ns()
         os.utime(passing, ns=(now, now))
         if self.version(path) != version:
@@ -176,8 +176,8 @@ class Local:
         self.sync(directory)
 
     def link(self, old: str, new: str) -> None:
-        """Make ``new`` a file like ``old``. Each can be removed without the other."""
-        # The names have the id of a save, so a file of this name is the same.
+        """Create the hard link ``new`` to ``old``. You can remove either."""
+        # Names contain the random id of a save, so an existing file is the same one.
         with contextlib.suppress(FileExistsError):
             os.link(old, new, follow_symlinks=False)
 
@@ -197,12 +197,12 @@ def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
             raise
         if count == 0:
             raise CheckpointError(
-                f"{path} ends at byte {offset}, inside a tensor. Load another checkpoint."
+                f"{path} ends at byte {offset}, inside a tensor. Load a different checkpoint."
             )
         offset += count
         while left and count >= len(left[0]):
             count -= len(left.pop(0))
-        if count:  # a view was filled in part
+        if count:  # a view was filled partially
             left[0] = left[0][count:]
 
 

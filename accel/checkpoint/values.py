@@ -18,13 +18,13 @@ from ..errors import CheckpointError
 from .shards import BY_NAME, NAMES, check_tensor, memory
 from .steps import parsing
 
-#: A JSON object with this key is a value of the type there. Others are dicts.
+#: A JSON object with this key stores a value of the type named there. Others store dicts.
 TAG: Final = "!"
-#: Larger tensors and arrays are stored in the shards.
+#: Larger tensors and arrays are stored in the shard files.
 INLINE_BYTES: Final = 1024
 
 Json = Any
-#: Stores a tensor, given its path for errors, and returns its name.
+#: Takes a tensor and its path for errors. Stores the tensor and returns its name.
 Store = Callable[[torch.Tensor, str], str]
 
 
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     tag: str
     take_apart: Callable[[Any], Any]
     rebuild: Callable[[Any], Any]
-    #: The content under "items" is a list of values, or of the pairs of a dict.
+    #: Content under "items" is a list of values, or of the (key, value) pairs of a dict.
     key: str = "items"
 
 
@@ -60,13 +60,13 @@ def _from_base64(text: str) -> bytearray:
 
 
 _DTYPES: Final = {str(v)[6:]: v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-#: The default factories by the names in the JSON of a defaultdict.
+#: The supported default factories of a defaultdict, by their names in the JSON.
 _FACTORIES: Final[dict[str | None, type | None]] = {
     None: None,
     **{kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)},
 }
 _KINDS: Final = (
-    # Only numbers that JSON doesn't have: its readers know 64-bit integers.
+    # Only for numbers that JSON readers can't parse: over 64 bits, infinities and NaN.
     Kind(int, "int", hex, lambda text: int(text, 16), "value"),
     Kind(float, "float", repr, float, "value"),
     Kind(torch.dtype, "dtype", lambda v: str(v)[6:], _DTYPES.__getitem__, "value"),
@@ -91,7 +91,7 @@ _KINDS: Final = (
 _BY_TYPE: Final = {kind.type: kind for kind in _KINDS}
 _BY_TAG: Final = {kind.tag: kind for kind in _KINDS}
 _ARRAYS: Final = ("tensor", "ndarray", "numpy")
-#: Numbers, strings and dates: arrays of objects are pointers, and need pickle.
+#: Numbers, strings and dates. Arrays of objects contain pointers and would need pickle.
 _NUMPY_KINDS: Final = "biufcSUMm"
 
 
@@ -106,7 +106,7 @@ def is_json(value: Any) -> bool:
 
 
 class Placeholder:
-    """Stands in a state for an object, which has its own JSON."""
+    """An object in a state, with its own JSON."""
 
     node: Json
 
@@ -118,7 +118,7 @@ class Encoder:
         self._store = store
 
     def encode(self, value: Any, path: str) -> Json:
-        """Return the JSON of a value. Errors name the path of its part."""
+        """Return the JSON of a value. Errors name the path of the item."""
         if is_json(value):
             return value
         if isinstance(value, Placeholder):
@@ -131,7 +131,7 @@ class Encoder:
         return self._encode_tagged(value, path)
 
     def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
-        # Most values need no path, and histories are long.
+        # Histories are long lists of plain values, so build a path only for other values.
         return [v if is_json(v) else self.encode(v, place(path, k)) for k, v in items]
 
     def _encode_tagged(self, value: Any, path: str) -> dict[str, Json]:
@@ -146,7 +146,7 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, path)
         numpy = sys.modules.get("numpy")
-        # Subclasses, such as masked arrays, have more than their elements.
+        # Subclasses such as masked arrays have data besides their elements.
         is_array = numpy and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
         if is_array and value.dtype.kind in _NUMPY_KINDS:
             return self._encode_numpy(value, path)
@@ -166,7 +166,7 @@ class Encoder:
         pairs = []
         for key, item in content.items():
             if key != key:
-                raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
+                raise CheckpointError(f"{path} has the key NaN, which never matches. Use a string.")
             name = self.encode(key, f"the key {key!r} of {path}")
             pairs.append([name, self.encode(item, place(path, key))])
         return pairs
@@ -176,7 +176,7 @@ class Encoder:
         tagged: dict[str, Json] = {TAG: "tensor"}
         if type(value) is torch.nn.Parameter:
             tagged["class"] = "Parameter"
-        # The graph of a tensor that is not a leaf isn't stored.
+        # A non-leaf tensor requires grad because of its graph, which isn't stored.
         if value.is_leaf and value.requires_grad:
             tagged["requires_grad"] = True
         data = self._encode_data(value.detach(), path)
@@ -208,7 +208,7 @@ class Decoder:
         self._fetch = fetch
 
     def decode(self, data: Json) -> Any:
-        """Return the value, or raise CheckpointError for other JSON."""
+        """Return the value. Raise CheckpointError for unknown JSON."""
         with parsing(f"{self._source} has a value that accel did not write"):
             return self._decode(data)
 
@@ -263,7 +263,7 @@ class Decoder:
         content = _from_base64(data.get("data", ""))
         if "name" in data:
             content = bytearray(memory(self._fetch(data["name"])))
-        # An empty array takes no buffer.
+        # numpy allocates the memory of an empty array itself.
         array: Any = numpy.ndarray(data.get("shape", ()), dtype, content or None)
         return array if data[TAG] == "ndarray" else array[()]
 

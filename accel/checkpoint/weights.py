@@ -1,4 +1,4 @@
-"""Weights of transformers and diffusers: read them like a checkpoint, or export."""
+"""Weights of transformers and diffusers: read them like a checkpoint, or export them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ size_of: Final = operator.attrgetter("nbytes")
 
 
 def open_checkpoint(directory: str, state: Any) -> Record:
-    """Return a record, also of weights of the only model in ``state``."""
+    """Return a checkpoint's record, or build one from weights for the model in ``state``."""
     entrance = weights_at(directory)
     if entrance is None:
         return record.read(directory)
     leaves = State({} if state is None else state).leaves
     models = [leaf.keys for leaf in leaves if isinstance(leaf.value, nn.Module)]
     if len(models) != 1 and state is not None:
-        text = f"{directory} has the weights of one model, and the state {len(models)} models."
+        text = f"{directory} has the weights of one model, but the state has {len(models)}."
         raise CheckpointError(f'{text} Load them into {{"model": model}}.')
     keys = models[0] if models else ()
     name = name_of(keys)
@@ -57,7 +57,7 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     files: list[Written] = []
     tensors = {}
     for path in _files(entrance):
-        problem = f"{path} is not a whole safetensors file"
+        problem = f"{path} is not a complete safetensors file"
         with storage_of(path).open(path) as file, parsing(problem):
             header = shards.read_header(file)
             entries = shards.parse_header(header)
@@ -82,7 +82,7 @@ def weights_at(path: str) -> str | None:
     is_file = path.endswith((".safetensors", ".json"))
     if is_file and os.path.basename(path) != record.NAME:
         return path if storage.version(path) else None
-    # transformers takes the first one too.
+    # This is the order of transformers: the single file before the index.
     for stem in STEMS.values():
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
             entrance = os.path.join(path, name)
@@ -104,7 +104,7 @@ def _files(entrance: str) -> list[str]:
 
 
 def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
-    """Return the name and node of a saved model. None: the only one."""
+    """Return a saved model's name and node. None chooses the only model."""
     tensors: dict[str, torch.Tensor] = {}
     models = dict(_models(saved.values, Decoder(directory, tensors.__getitem__), ()))
     first = next(iter(models), None)
@@ -119,7 +119,7 @@ def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mappin
 def _models(
     node: Json, decoder: Decoder, keys: tuple[object, ...]
 ) -> Iterator[tuple[str, dict[str, Json]]]:
-    """Give the names and nodes of the models in a saved state."""
+    """Yield the names and nodes of the models in a saved state."""
     if isinstance(node, dict) and node.get(TAG) == "module":
         yield name_of(keys), node
         return
@@ -139,21 +139,21 @@ def export(
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``.
 
-    transformers and vLLM load it. A large model becomes several files with an index. Tied
-    weights have their first name. Add ``config.json`` yourself. You can call this in one
-    process. On several ranks, rank 0 writes.
+    transformers and vLLM can load it once you add ``config.json``. A large model is split
+    into several files with an index. Tied weights are stored under their first name. Call
+    this in one process or on all ranks. On several ranks, only rank 0 writes.
 
     Args:
-        dir: a checkpoint.
+        dir: the directory of a checkpoint.
         out: a directory, which is created if it doesn't exist.
-        name: the model, such as ``"model"`` or ``"gan/generator"``, if there are several.
-        max_shard_size: bytes of a file, or text such as ``"5GB"``.
-        dtype: convert floating-point tensors, such as to ``"bfloat16"``.
-        overwrite: replace weights in ``out``.
+        name: the model if there are several, such as ``"model"`` or ``"gan/generator"``.
+        max_shard_size: the maximum bytes per file, or a string such as ``"5GB"``.
+        dtype: convert floating-point tensors to this dtype, such as ``"bfloat16"``.
+        overwrite: if True, replace weights in ``out``.
         library: ``"diffusers"`` writes ``diffusion_pytorch_model.safetensors``.
 
     Raises:
-        CheckpointError: ``dir`` is damaged or has no such model, or ``out`` has weights.
+        CheckpointError: ``dir`` is damaged or lacks the model, or ``out`` has weights.
     """
 
     def act(rank: int, world: int) -> None:
@@ -165,7 +165,7 @@ def export(
         model, node = choose(directory, saved, name)
         entries = _entries(saved, f"{model}/", dtype)
         if node["extra"] or not entries:
-            raise CheckpointError(f"{model!r} has extra state or no tensors to export.")
+            raise CheckpointError(f"{model!r} can't be exported. It has extra state or no tensors.")
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
         reader = BoxReader(directory, saved)
         content = functools.partial(_content, reader, f"{model}/")
@@ -196,8 +196,8 @@ def _named(
 
 
 def _content(reader: BoxReader, prefix: str, entries: list[Entry]) -> Content:
-    """Give the bytes of a file with tensors of a checkpoint."""
-    # safetensors needs aligned elements, so wide ones are first.
+    """Yield the bytes of a file with tensors of a checkpoint."""
+    # safetensors requires alignment, so wide dtypes go first.
     entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
     yield memoryview(shards.build_header(entries))
     for batch in batched(entries, size_of, _BATCH):
@@ -207,15 +207,15 @@ def _content(reader: BoxReader, prefix: str, entries: list[Entry]) -> Content:
 
 
 def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> list[Entry]:
-    """Return the tensors of a model, under their names in it."""
+    """Return the tensors of a model, named as in the model."""
     given = dtype_of(dtype) if dtype is not None else torch.float32
     if given is None or not given.is_floating_point or given not in NAMES:
-        raise CheckpointError(f"dtype={dtype!r}: expected one such as 'bfloat16'.")
+        raise CheckpointError(f"dtype={dtype!r} isn't floating-point. Pass one such as 'bfloat16'.")
     entries = []
     for name, stored in saved.tensors.items():
         if name.startswith(prefix):
             old, new = BY_NAME[stored.dtype], stored.dtype
-            # 8-bit formats belong to a library, and are kept.
+            # Keep 8-bit floats, because only the library that quantized them knows the scales.
             if dtype is not None and old.is_floating_point and old.itemsize > 1:
                 new = NAMES[given]
             name = name.removeprefix(prefix)
@@ -224,21 +224,21 @@ def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> lis
 
 
 def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
-    """Write files, and remove the weights that are there."""
+    """Write files, and remove the weights already in ``out``."""
     storage = storage_of(out)
     names = storage.names(out) if storage.is_directory(out) else []
-    # The names for libraries are first.
+    # Sort the file or index that a library opens before the files of an index.
     old = sorted(filter(_WEIGHTS.fullmatch, names), key=lambda name: "-of-" in name)
     if old and not overwrite:
         raise CheckpointError(f"{out} has weights already ({old[0]}). Pass overwrite=True.")
     storage.make(out)
     for name, content in files.items():
         path = os.path.join(out, f".{name}.tmp")
-        storage.remove(path)  # of an export that failed
+        storage.remove(path)  # left by a failed export
         storage.create(path, 0, functools.partial(shards.blocks, content))
     storage.sync(out)
-    # A library never sees old files next to new ones: the file or index
-    # to open is removed first and added last.
+    # Remove the file or index that a library opens first, and add it last. So a library never
+    # sees old files next to new ones.
     for name in old:
         storage.remove(os.path.join(out, name))
     for name in files:
@@ -247,11 +247,11 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
 
 
 def _parse_size(size: int | str) -> int:
-    """Return ``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30 each) in bytes."""
+    """Return the bytes of ``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30 each)."""
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(I?)B?", str(size).upper())
     if match is None:
         raise CheckpointError(
-            f"max_shard_size={size!r}: expected a number of bytes, or '5GB' for example."
+            f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
         )
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command."""
+    """A command of ``python -m accel``."""
 
     #: Returns the exit status. Its docstring is the text of ``--help``.
     run: Callable[[argparse.Namespace], int]

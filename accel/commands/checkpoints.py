@@ -21,7 +21,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help="a checkpoint")
     parser.add_argument("out", help="the directory for the safetensors files")
     parser.add_argument("--name", help="the model, if the checkpoint has several")
-    parser.add_argument("--max-shard-size", default="50GB", help="size of a file (%(default)s)")
+    parser.add_argument("--max-shard-size", default="50GB", help="bytes per file (%(default)s)")
     parser.add_argument("--dtype", help="convert floating-point tensors, for example to bfloat16")
     parser.add_argument(
         "--library", choices=tuple(STEMS), default="transformers", help="file names (%(default)s)"
@@ -75,12 +75,12 @@ def inspect(args: argparse.Namespace) -> int:
 def _describe(node: Any) -> str:
     kind = node.get(TAG) if isinstance(node, dict) else None
     if kind == "module":
-        backend = f" of backend {node['backend']}" if "backend" in node else ""
-        return f": a model{backend}; loads with any backend"
+        backend = f" saved with backend {node['backend']}" if "backend" in node else ""
+        return f": a model{backend}. Loads with any backend"
     if kind == "optimizer":
-        return f": an optimizer; loads into {node['class']} only"
+        return f": an optimizer. Loads only into {node['class']}"
     if kind == "ranks":
-        return ": a state for each rank"
+        return ": separate state for each rank"
     text = json.dumps(node)
     return f" = {text if len(text) <= 100 else text[:97] + '...'}"
 
@@ -98,7 +98,7 @@ def verify(args: argparse.Namespace) -> int:
     for directory in args.directory:
         try:
             checkpoint.verify(directory)
-            print(f"{directory}: every byte is as it was written")
+            print(f"{directory}: every byte matches its checksum")
         except CheckpointError as error:
             print(f"accel verify: {error}", file=sys.stderr)
             status = 1

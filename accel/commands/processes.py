@@ -109,7 +109,7 @@ def _memory_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", help=factory, metavar="module:factory")
     add("--ranks", help="numbers of ranks (%(default)s)", type=_positives, default="1,2,4,8,64")
     add("--optimizer", help="a class of torch.optim, or none (%(default)s)", default="adamw")
-    add("--plot", help="file of the bar chart (%(default)s)", metavar="PATH", default="memory.png")
+    add("--plot", help="file for the bar chart (%(default)s)", metavar="PATH", default="memory.png")
     add("--no-plot", help="print the table only", action="store_true")
 
 
@@ -139,7 +139,7 @@ def memory(args: argparse.Namespace) -> int:
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return an optimizer of torch.optim by its name, in any case of letters."""
+    """Return an optimizer of torch.optim by its case-insensitive name."""
     if name == "none":
         return None
     for kind in vars(torch.optim).values():
@@ -169,16 +169,16 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start a script in several processes with torchrun.
 
-    On several nodes, run the same command on each of them. If a process fails, all are ended.
+    On several nodes, run the same command on each of them. If a process fails, all are terminated.
     """
     if not args.module and not os.path.isfile(args.script):
         raise LaunchError(f"there is no file {args.script} in {os.getcwd()}")
     if args.backend is not None:
         resolve(args.backend)
         os.environ["ACCEL_BACKEND"] = args.backend
-    # torchrun would give each process one thread.
+    # Otherwise torchrun limits each process to a single thread.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // args.processes)))
-    # torchrun's store keeps the addresses of ended processes, and restarted ones would use them.
+    # torchrun's store keeps the addresses of dead processes, which restarted processes would use.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     hosts = args.hosts.split(",") if args.hosts else []
     options = ["--standalone"]

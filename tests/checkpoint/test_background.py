@@ -93,7 +93,7 @@ def test_failures_are_told_twice(tmp_path: Path) -> None:
         assert pending is not None
         with pytest.raises(CheckpointError, match="File too large"):
             pending.result(30)
-    with pytest.raises(CheckpointError, match="background save before this one failed: .*File too large"):
+    with pytest.raises(CheckpointError, match="the last background save failed: .*File too large"):
         accel.save(large(3.0), tmp_path)
     assert value_of(tmp_path) == 1.0
     accel.save(large(4.0), tmp_path)

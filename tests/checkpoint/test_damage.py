@@ -47,7 +47,7 @@ def copy(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "c"))
 
 
-PARTLY = "the state may be partly filled"
+PARTLY = "The state may be partly filled"
 
 
 def refused(directory: Path, message: str) -> str:
@@ -91,7 +91,7 @@ def test_what_is_no_checkpoint(copy: Path, tmp_path: Path) -> None:
         "empty": "has no accel.json",
         "other": "has no accel.json",
         "no": "does not exist",
-        "several": "holds checkpoints .step-1",
+        "several": "contains checkpoints .step-1",
     }.items():
         refused(tmp_path / name, message)
 

@@ -124,7 +124,7 @@ def test_differences_are_listed(tmp_path: Path) -> None:
         assert part in str(caught.value)
     assert torch.equal(model.weight, before)
     assert accel.load(tmp_path) == {}
-    with pytest.raises(CheckpointError, match="the state 2 models"):
+    with pytest.raises(CheckpointError, match="the state has 2"):
         accel.load(tmp_path, {"a": model, "b": nn.Linear(1, 1)})
 
 
@@ -156,7 +156,7 @@ def test_indices_and_links(tmp_path: Path) -> None:
     path.symlink_to("0123")
     assert equal(accel.load(tmp_path, {"model": nn.Linear(2, 2)})["model"], source)
     os.truncate(blob, 5)
-    refused("not a whole safetensors file")
+    refused("not a complete safetensors file")
 
 
 @pytest.mark.parametrize("size", ["50GB", "20KB"])

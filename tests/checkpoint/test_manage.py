@@ -69,7 +69,7 @@ def test_link(world: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         accel.link(source, best)
     shard.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="was cut or changed"):
+    with pytest.raises(CheckpointError, match="was truncated or changed"):
         accel.link(best, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

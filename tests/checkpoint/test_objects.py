@@ -107,7 +107,7 @@ def test_modules_that_no_load_can_fill(tmp_path: Path) -> None:
         ({"m": nn.Sequential(inner, nn.Linear(2, 2))}, "holds parameters of a model that is set up"),
         ({"m": Strange(2, 2)}, r"'twice' \(Tensor\), which isn't a parameter or buffer"),
         ({"m": nn.Sequential(nn.LazyLinear(3))}, "uninitialized parameter"),
-        ({"m": model, "o": optimizer}, r'state\["o"\].* not of its model'),
+        ({"m": model, "o": optimizer}, r'state\["o"\].* not in the model'),
     ]
     for state, message in refused:
         with pytest.raises(CheckpointError, match=message):
@@ -166,9 +166,9 @@ def test_containers_are_walked_and_values_replaced(tmp_path: Path) -> None:
     assert accel.load(tmp_path) == plain
     assert accel.load(tmp_path, {}) == {}
     for wrong, message in (
-        ({"nets": [three]}, r'state\["nets"\] is a list of 1, and in the checkpoint a list of 2'),
-        ({"extra": three}, r'state\["extra"\] is a module, and in the checkpoint the value 9'),
-        ({"nets": {}}, r'state\["nets"\] is a dict of 0, and in the checkpoint a list of 2'),
+        ({"nets": [three]}, r'state\["nets"\] is a list of 1, but a list of 2 in the checkpoint'),
+        ({"extra": three}, r'state\["extra"\] is a module, but the value 9 in the checkpoint'),
+        ({"nets": {}}, r'state\["nets"\] is a dict of 0, but a list of 2 in the checkpoint'),
         ({"d": {"acc": 0}}, r'state\["d"\]\["acc"\]'),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -186,7 +186,7 @@ def test_a_load_without_state_warns(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not caplog.text
     accel.save({"o": optimizer.state_dict()}, tmp_path)
     assert accel.load(tmp_path)["o"]["state"][0] == {}
-    assert '12 are left out, such as state["o"]["state"][0]["step"]. Pass' in caplog.text
+    assert 'skipped 12, such as state["o"]["state"][0]["step"]. Pass' in caplog.text
 
 
 def test_filter(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_state_has_its_parameter_s_dtype(dtypes: tuple[torch.dtype, torch.dtype]
     (saved, first), (loaded, second) = (trained(dtype) for dtype in dtypes)
     second.state.clear()
     accel.save({"model": saved, "optimizer": first}, tmp_path)
-    with pytest.raises(CheckpointError, match="convert=True converts"):
+    with pytest.raises(CheckpointError, match=r"\(pass convert=True\)"):
         accel.load(tmp_path, {"optimizer": second})
     assert not second.state
     accel.load(tmp_path, {"model": loaded, "optimizer": second}, convert=True)
@@ -89,7 +89,7 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     other = build(2)
     refused: list[tuple[Path, dict[str, Any], str]] = [
         (tmp_path, {"o": torch.optim.SGD(parameters)}, "AdamW.* SGD"),
-        (tmp_path, {"o": turned}, r"groups of \[4\] parameters, and not of \[2, 2\]"),
+        (tmp_path, {"o": turned}, r"groups of \[4\] parameters instead of \[2, 2\]"),
         (tmp_path, {"m": other, "o": torch.optim.AdamW(reversed(list(other.parameters())))}, "is 0.weight in the"),
         (tmp_path / "unnamed", {"o": torch.optim.AdamW(reversed(parameters))}, r"0/exp_avg: \[8, 4\] in the"),
         (tmp_path, {"o": torch.optim.AdamW(parameters), "x": torch.ones(3)}, "does not fit"),
@@ -130,4 +130,4 @@ def test_own_entries_of_state_dicts(tmp_path: Path) -> None:
     need("sharded")
     assert run(2, resume_aged, "sharded", tmp_path / "c") == [3, 3]
     for message in refusals(2, resume_aged, "fsdp", tmp_path / "d", error="CheckpointError"):
-        assert "Aged has its own entries ['age'], which backend 'fsdp' can't shard" in message
+        assert "Aged has extra entries ['age'], which backend 'fsdp' can't shard" in message
