@@ -129,7 +129,7 @@ class ShardedGradients(Gradients):
         self.optimizers: set[Optimizer] = set()
         #: All flat weights, of every optimizer.
         self.weights: list[FlatWeights] = []
-        #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
+        #: The parameters with a final gradient, by their ``id``. Equal on all ranks.
         self._final: dict[int, nn.Parameter] = {}
 
     def give_owners(self, optimizer: Optimizer) -> None:

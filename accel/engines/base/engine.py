@@ -99,7 +99,7 @@ class Engine(ABC):
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
         self._read_parameters()
-        #: The parameters that the user's optimizers had, which shards may replace.
+        #: The parameters of the user's optimizers, before shards replace them.
         self._raw_parameters = dict(self.named)
         self.holdings = self.holdings_type(self)
         refreshes = getattr(self.options, "auto_refresh", True)
@@ -296,7 +296,7 @@ class Engine(ABC):
             self.gradients.accumulate(before)
 
     def join(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks have different numbers of batches."""
+        """Return a context in which ranks may have different numbers of batches."""
         if self.distributed:
             raise BackendError(f"backend={self.name!r} does not support accel.join().")
         return contextlib.nullcontext()

@@ -42,7 +42,7 @@ class Gradients:
         self.buffers = Buffers(engine.module, engine.process, asked)
         #: True inside ``no_sync``.
         self.accumulating = False
-        #: True if gradients came from a plain ``loss.backward()`` that accel did not scale.
+        #: True if gradients are from a plain ``loss.backward()`` that accel didn't scale.
         self.plain = False
         self._before: Look | None = None
         kind = type(self)
@@ -108,7 +108,7 @@ class Gradients:
                 "Call accel.backward(loss), or use torch.amp.GradScaler."
             )
 
-    # -- which tensor is which ---------------------------------------------------------------------
+    # -- the tensors of a parameter ----------------------------------------------------------------
 
     def holders(self) -> Sequence[Any]:
         """Return all tensors that get a ``grad`` in backward. Local."""

@@ -70,7 +70,7 @@ class Stage3Weight(Absent, nn.Parameter):
 
     __slots__ = ()
     plain = FOR_AUTOGRAD
-    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its mark inside of ``GatheredParameters``.
+    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its attribute inside ``GatheredParameters``.
     available: Any
     by_user: str
 
