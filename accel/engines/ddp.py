@@ -29,7 +29,7 @@ from .base.raw_objects import Args, Function, Kwargs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDP(SequenceOptions):
-    """Options of ``ddp``. Those that ``DistributedDataParallel`` has too mean the same.
+    """Options of ``ddp``. Names shared with ``DistributedDataParallel`` mean the same.
 
     Args:
         find_unused_parameters: allow ranks to use different parameters.

@@ -56,7 +56,7 @@ def start(process: Process) -> None:
 
 
 def _serve(process: Process, undo: contextlib.ExitStack) -> None:
-    """Start a rendezvous server as horovodrun does. Collective."""
+    """Start a rendezvous server and set its variables. Collective."""
     hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
     http_server: Any = importlib.import_module("horovod.runner.http.http_server")
     names = agree("Horovod's hosts", socket.gethostname())

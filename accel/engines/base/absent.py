@@ -1,8 +1,8 @@
 """Parameters without values on this rank.
 
-Its metadata, for example its shape, is correct. Using its values fetches
-them or raises an error. Otherwise torch would silently compute with the
-placeholder tensor that replaces them.
+The metadata of such a parameter, for example its shape, is correct. Using
+its values fetches them or raises an error. Otherwise torch would silently
+compute with the placeholder tensor that replaces them.
 """
 
 from __future__ import annotations

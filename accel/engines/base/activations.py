@@ -41,7 +41,7 @@ def _repeated(module: nn.Module) -> set[nn.Module]:
             continue
         blocks = []
         for child in container.children():
-            # A block inside torch.compile's wrapper has the class to compare, not the wrapper.
+            # Compare the class of the block, not of torch.compile's wrapper around it.
             block = getattr(child, "_orig_mod", child)
             if any(block.children()) and not isinstance(block, nn.ModuleList):
                 blocks.append(block)

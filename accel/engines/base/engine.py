@@ -115,7 +115,7 @@ class Engine(ABC):
             self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
-        """Read the parameters, again after ``start`` replaced some."""
+        """Read the parameters. Called again after ``start`` replaced some."""
         self.named = dict(self.module.named_parameters())
         self.names = list(self.named)
         self.parameters = list(self.named.values())
@@ -158,7 +158,7 @@ class Engine(ABC):
         return
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Distribute rank 0's weights, again for new optimizers. Collective."""
+        """Distribute rank 0's weights. Called again for new optimizers. Collective."""
         if not self.started:
             self.holdings.synchronize()
             self.started = True
@@ -188,7 +188,7 @@ class Engine(ABC):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended``. It then sets lost weights to NaN and raises an error.
+        Collective, unless ``ended``. Lost weights then become NaN, and it raises an error.
         """
         return
 

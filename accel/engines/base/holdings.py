@@ -119,7 +119,7 @@ class Holdings(Raw):
         name, variable = self.engine.kind, "model"
         if optimizer is not None:
             name, variable = type(optimizer).__name__, "optimizer"
-        # If a rank calls it alone, this text is in the error of the other ranks.
+        # If one rank calls this alone, the other ranks' error shows this text.
         advice = "" if title else " (call it on every rank, not under an `if`)"
         title = title or f"{variable}.state_dict()"
         title = f"{title} of {name} after {self.engine.drift.progress}{advice}"
@@ -140,7 +140,7 @@ class Holdings(Raw):
     def _full_tensors(
         self, title: str, *, keep: bool = True
     ) -> tuple[dict[int, Tensor], dict[str, Any]]:
-        """Return full tensors by identity, and extra state. Collective."""
+        """Return full tensors by ``id``, and extra state. Collective."""
         self.prepare(writing=False)
         tensors = dict(self.module.named_buffers()) | _first_names(self.module)
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
@@ -184,7 +184,7 @@ class Holdings(Raw):
         """Return a full deep copy of the raw model. Collective if sharded."""
         extra: dict[str, Any] = {}
         if self.partial(None):
-            # If a rank calls it alone, this text is in the error of the other ranks.
+            # If one rank calls this alone, the other ranks' error shows this text.
             title = "copy.deepcopy(model) or pickle (call it on every rank, not under an `if`)"
             with Waiting(self.engine.process, title):
                 full, extra = self._full_tensors(title)

@@ -100,7 +100,7 @@ class SequenceParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share a sequence. Collective at first."""
+        """The ranks that share a sequence. Collective on first access."""
         axes = {"sequence": self.size}
         replicas = self.process.place.world_size // self.size
         if replicas > 1:

@@ -43,7 +43,7 @@ class DeepSpeed(SequenceOptions):
             gradients and its state in CPU memory.
         offload_parameters: keep the shards of the weights in CPU memory (stage 3).
         config: a DeepSpeed configuration, or the path of a JSON file. A key that
-            conflicts with a plain loop raises an error.
+            conflicts with a plain PyTorch loop raises an error.
     """
 
     stage: int | None = None

@@ -108,7 +108,7 @@ class Partitions(ABC):
 
     def start(self, config: dict[str, Any]) -> None:
         """Let DeepSpeed shard the model. Collective."""
-        # LoRA's frozen base may have a different dtype than its adapters.
+        # LoRA's frozen base may have a different dtype than its adapters, so it gets its own group.
         groups: dict[bool, list[Any]] = {True: [], False: []}
         for p in self.floating.values():
             groups[p.requires_grad].append(p)
@@ -307,7 +307,7 @@ class Partitions(ABC):
 
     @torch.no_grad()
     def end(self, full: Sequence[Tensor]) -> None:
-        """Give the module its own parameters back, with these values."""
+        """Give parameters their own memory back, with these values."""
         remove_hooks(self._hooks)
         end(self.library)
         self.snapshot.restore()

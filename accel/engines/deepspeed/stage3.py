@@ -148,7 +148,7 @@ class Stage3(Partitions):
         for index, p in enumerate(self.parameters):
             shard, shape = p.ds_tensor, self.shapes[index]
             start = shard.ds_numel * p.ds_zero_partition_rank
-            # DeepSpeed was given scalars with a dimension.
+            # `start` gave DeepSpeed scalars as one-dimensional tensors.
             p.ds_shape = shape
             numel = min(shard.ds_numel, shape.numel() - start)
             # The last ranks' shards may be padding only.

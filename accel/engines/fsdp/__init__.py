@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP(SequenceOptions):
-    """Options of ``fsdp``. Those that ``fully_shard`` has too mean the same.
+    """Options of ``fsdp``. Names shared with ``fully_shard`` mean the same.
 
     Args:
         wrap: classes of modules to gather separately, or a function that
@@ -96,7 +96,7 @@ FSDP.shown = (FSDP(replicas=2),)
 
 @final
 class FSDPHoldings(Holdings):
-    """Each rank holds rows of each tensor."""
+    """Shards of state. Each rank holds rows of each tensor."""
 
     engine: FSDPEngine
     materializes = True

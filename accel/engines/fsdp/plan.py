@@ -130,7 +130,7 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelSty
         if not matching:
             raise BackendError(
                 f"The plan's {pattern!r} names no module of this "
-                f"{type(module).__name__}. Use names of model.named_modules()."
+                f"{type(module).__name__}. Use a name from model.named_modules()."
             )
         layers.update(dict.fromkeys(map(modules.__getitem__, matching), style))
     others = set(modules.values()) - layers.keys()

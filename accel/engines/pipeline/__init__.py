@@ -37,7 +37,7 @@ class Pipeline(Options):
         balance: the number of children in each stage, or "size" to give all
             stages about the same number of bytes.
         chunks: the number of micro-batches. A batch is split along dim 0, so that
-            stages work at the same time.
+            stages work at the same time. A small batch has fewer.
         checkpoint: the micro-batches that recompute activations in backward.
     """
 

@@ -186,7 +186,7 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
     if len(sizes) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} "
-            "in dim 0. Make dim 0 of all inputs the batch, or use chunks=1."
+            "in dim 0. Make dim 0 of every input the batch, or use chunks=1."
         )
     count = max(1, min(chunks, *sizes))
     columns = [t.tensor_split(count) if t.dim() else (t,) * count for t in tensors]
