@@ -76,7 +76,7 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), backend=accel.DDP(comm_hook="zip")), accel.BackendError, "comm_hook"),
     (lambda: ANY.setup(net(), backend=accel.FSDP), accel.BackendError, "accel.FSDP()"),
     (lambda: ANY.DDP(find_unused=True), TypeError, "unexpected keyword argument 'find_unused'"),
-    (lambda: ANY.DDP(find_unused_parameters="no"), accel.BackendError, "='no'): expected True or False"),
+    (lambda: ANY.DDP(find_unused_parameters="no"), accel.BackendError, "='no') is invalid. Use True or False."),
     (lambda: ANY.setup(net(), backend="fdsp"), accel.BackendError, "'fdsp'. Did you mean 'fsdp'?"),
     (lambda: ANY.setup(net(), backend={"name": "ddp"}), accel.BackendError, "an options object"),
     (lambda: ANY.setup(net(), backend="ddp:4"), accel.BackendError, "name:option=value"),
@@ -124,7 +124,7 @@ def test_options_in_a_text() -> None:
 def test_wrong_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, error, words in (
         ("ACCEL_BACKEND", "fsdp:replica=2", accel.BackendError, "with the options drift_check,"),
-        ("ACCEL_BACKEND", "fsdp:param_dtype=float16", accel.BackendError, "expected None or torch.bfloat16"),
+        ("ACCEL_BACKEND", "fsdp:param_dtype=float16", accel.BackendError, "is invalid. Use None or torch.bfloat16"),
         ("ACCEL_DEVICES", "some", accel.DeviceError, "'some' is not a device"),
         ("ACCEL_PRECISION", "bf16", accel.PrecisionError, "Use one of 32-true, bf16-mixed"),
     ):

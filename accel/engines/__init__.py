@@ -1,4 +1,4 @@
-"""The backends by name: files and folders, except ``base``."""
+"""Backends by name. Every public module but ``base`` is one."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _WRAPPERS: Final = re.compile(
 
 
 def refuse_foreign(module: nn.Module) -> None:
-    """Raise BackendError for a module of another distributed library."""
+    """Raise BackendError if a library already distributes the module."""
     for name, child in module.named_modules():
         for kind in type(child).__mro__:
             if _WRAPPERS.fullmatch(f"{kind.__module__}.{kind.__qualname__}"):
                 raise BackendError(
                     f"{name or 'The model'} is already wrapped by {kind.__name__}. "
-                    "Pass the module inside."
+                    "Pass the unwrapped module."
                 )
     for name, p in module.named_parameters():
-        # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
+        # DeepSpeed-MoE sets allreduce=False on experts. Only with ep_size=1 are they replicated.
         is_expert = getattr(p, "allreduce", True) is False
         if is_expert and getattr(p, "group_name", "") != "ep_size_1":
             raise BackendError(f"Ranks have different experts in {name}. Use ep_size=1.")
@@ -55,7 +55,7 @@ def refuse_foreign(module: nn.Module) -> None:
 
 @final
 class _Engines(UserDict[str, type[Engine]]):
-    """Engines by name. Reading an item imports its file."""
+    """Engines by name. Reading an item imports its module."""
 
     def __getitem__(self, name: str) -> type[Engine]:
         engine = super().__getitem__(name)
@@ -90,7 +90,7 @@ def option_names() -> list[str]:
 
 
 def engine_of(options: Options) -> type[Engine]:
-    """Return the engine of an options object."""
+    """Return the engine for an options object."""
     name = type(options).__name__.lower()
     if name in ENGINES:
         return ENGINES[name]
@@ -103,7 +103,7 @@ def engine_of(options: Options) -> type[Engine]:
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
-    """Return the engine and options of an object or of "fsdp:replicas=2"."""
+    """Return the engine and options for an object or "fsdp:replicas=2"."""
     name = backend.partition(":")[0] if isinstance(backend, str) else ""
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend
@@ -115,21 +115,21 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"Backend {engine.name!r} needs {module}, which is not installed: "
-                f"pip install '{package}'"
+                f"Backend {engine.name!r} needs {module}, which is not installed. "
+                f"Run pip install '{package}'."
             )
     return engine, options
 
 
 def _parse(kind: type[Options], text: str) -> Options:
-    """Return the options of "name:option=value,option=value"."""
+    """Return the options in "name:option=value,option=value"."""
     types = {option.name: str(option.type) for option in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     # Commas in brackets don't separate options.
     items = re.findall(r"(?:\[[^]]*\]|\([^)]*\)|[^,])+", text.partition(":")[2])
     for item in map(str.strip, items):
         name, separator, value = item.partition("=")
-        # ACCEL_BACKEND=deepspeed:3
+        # In ACCEL_BACKEND=deepspeed:3, the value has no name and sets the leading option.
         if not separator:
             name, value = kind.leading, item
         if name not in types or name in values:
@@ -142,7 +142,7 @@ def _parse(kind: type[Options], text: str) -> Options:
 
 
 def _value(text: str, is_dtype: bool) -> Any:
-    """Return the Python value of a text, or the text itself: "bf16"."""
+    """Return the Python value of a text, or the text if it is a word."""
     dtype = dtype_of(text) if is_dtype else None
     if dtype is not None:
         return dtype

@@ -25,9 +25,9 @@ class AveragingOptions(LayerOptions):
 
 
 class AveragedGradients(Gradients):
-    """Gradients averaged at the step, in clipping and in ``teardown``.
+    """Gradients averaged in a step, in clipping and in ``teardown``.
 
-    Until then they are local, so every way to accumulate them is right. A
+    Until then they are local, so a loop may accumulate them in any way. A
     missing gradient counts as zero. Averaging again is harmless, because
     equal gradients stay equal.
     """
@@ -40,7 +40,7 @@ class AveragedGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        #: The optimizers that have stepped since a backward.
+        #: The ``id`` of each optimizer that has stepped since the last backward.
         self.stepped: set[int] = set()
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
@@ -58,22 +58,22 @@ class AveragedGradients(Gradients):
             return
         is_first = False
         if optimizer is not None:
-            # `runs_backward` without its call, because every step comes here.
+            # `runs_backward` is inlined, because this runs in every step.
             if _current_graph_task_id() != -1:
                 refuse_inside_backward()
             key, stepped = id(optimizer), self.stepped
             if key in stepped:
-                # The loop may have assigned gradients, because no backward ran since its last step.
+                # No backward ran since its last step, so the loop may have assigned gradients.
                 self.final = False
             is_first = not stepped
             stepped.add(key)
         averaged = not self.final and self.average()
-        # A rank without gradients knows only by `averaged` that others have some.
+        # `averaged` is equal on all ranks. A rank alone can't know if others have gradients.
         if self.buffers.wanted and (averaged if self.deferred else is_first):
             self.buffers.synchronize()
 
     def average(self) -> bool:
-        """Average gradients. Return True if any rank has some. Collective."""
+        """Average gradients. Return True if any rank has one. Collective."""
         engine = self.engine
         what = f"the reduction of gradients ({engine.label})"
         parameters, names = engine.parameters, engine.names
@@ -88,11 +88,11 @@ class AveragingEngine(Engine):
     options: Any
     gradients_type = AveragedGradients
     gradients: AveragedGradients
-    #: Sums a tensor over the ranks in place, if not by the process group. Collective.
+    #: Sums a tensor over ranks in place. None: the process group does it. Collective.
     add: Any = None
 
     def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if self.gradients.stepped and torch.is_grad_enabled():
-            # The loop may assign gradients of torch.autograd.grad.
+            # The loop may assign gradients from torch.autograd.grad, which runs no hooks.
             self.gradients.final = False
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The option classes of all engines, for editors and type checkers only: at run time each is imported when it is asked for."""
+"""Option classes of all engines, for editors and type checkers. First use imports them."""
 
 from .ddp import DDP as DDP
 from .ddp2 import DDP2 as DDP2

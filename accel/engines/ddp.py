@@ -29,16 +29,16 @@ from .base.raw_objects import Args, Function, Kwargs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDP(SequenceOptions):
-    """Options of ``ddp``. They are those of ``DistributedDataParallel`` if it has the name.
+    """Options of ``ddp``. Names shared with ``DistributedDataParallel`` mean the same.
 
     Args:
         find_unused_parameters: allow ranks to use different parameters.
         gradient_as_bucket_view: make gradients views of the reducer's
             buckets, which saves a copy of them. The next backward then
             overwrites a ``p.grad`` that you keep.
-        batched_grad_copy: copy gradients together. Needs torch 2.13.
+        batched_grad_copy: batch copies to buckets. Needs torch 2.13.
         bucket_cap_mb: size of a bucket in MiB. None: torch's default.
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        broadcast_buffers: broadcast rank 0's buffers once per step.
         sync_batchnorm: compute BatchNorm over the batches of all ranks.
             Needs an accelerator.
         comm_hook: compress gradients on the wire with "fp16", "bf16" or
@@ -74,10 +74,10 @@ def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDa
     given: dict[str, Any] = {"process_group": process.group, "init_sync": False}
     given["bucket_cap_mb"] = options.bucket_cap_mb
     given["gradient_as_bucket_view"] = options.gradient_as_bucket_view
-    # Not find_unused_parameters: a penalty may give gradients to parameters outside of the forward.
+    # accel handles find_unused_parameters. torch raises if a penalty uses an unused parameter.
     if "batched_grad_copy" in known:
         given["batched_grad_copy"] = options.batched_grad_copy
-    # accel broadcasts buffers once a step. torch 2.13 renamed the option.
+    # accel broadcasts buffers once per step instead. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in known
     given["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
     ddp = DistributedDataParallel(core, **given)
@@ -87,7 +87,7 @@ def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDa
 
 
 def _compress(ddp: DistributedDataParallel, options: DDP, process: Process) -> None:
-    # Importing these takes a tenth of the time of `import accel`.
+    # Imported here, because this import takes a tenth of the time of `import accel`.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = process.group
@@ -97,7 +97,7 @@ def _compress(ddp: DistributedDataParallel, options: DDP, process: Process) -> N
         reduce: Any = powerSGD_hook.powerSGD_hook
     else:
         reduce = getattr(default_hooks, f"{options.comm_hook}_compress_hook")
-    # Under its own name torch accepts the hook for bf16 on NCCL only.
+    # A lambda, because torch recognizes bf16_compress_hook by its name and allows it on NCCL only.
     ddp.register_comm_hook(state, lambda state, bucket: reduce(state, bucket))
 
 
@@ -111,9 +111,9 @@ _NOTHING: Final[Look] = ([], [])
 class DDPGradients(AveragedGradients):
     """Gradients averaged by torch's reducer during a backward.
 
-    A forward *arms* the reducer for the next backward. The reducer misses gradients of
-    a second backward, of a method, and of a raw submodule. accel averages them at the
-    end of their backward, and those of ``no_sync`` later.
+    A forward *arms* the reducer for the next backward. The reducer misses gradients
+    from a second backward, a method or a raw submodule. accel averages them when that
+    backward ends, and gradients from ``no_sync`` later.
     """
 
     deferred = False
@@ -121,9 +121,9 @@ class DDPGradients(AveragedGradients):
     engine: DDPEngine
 
     ddp: DistributedDataParallel | None = None
-    #: The reducer will reduce the next backward that reaches its parameters.
+    #: True if the reducer will reduce the next backward that reaches its parameters.
     armed = False
-    #: A backward raised, so gradients and buckets may be incomplete.
+    #: True if a backward raised, so that gradients and buckets may be incomplete.
     interrupted = False
 
     def __init__(self, engine: Engine) -> None:
@@ -132,7 +132,7 @@ class DDPGradients(AveragedGradients):
         self._trained: list[int] = []
         #: Parameters that the reducer doesn't know.
         self._others: list[nn.Parameter] = []
-        #: The gradients before the backward that runs.
+        #: The gradients before the current backward.
         self._look = _NOTHING
 
     def build(self, core: nn.Module) -> None:
@@ -165,14 +165,14 @@ class DDPGradients(AveragedGradients):
             self.recover()
         if self.engine.options.gradient_as_bucket_view:
             self._separate_versions()
-        # `look` without its call, because every backward comes here.
+        # `look` is inlined, because this runs in every backward.
         with DisableTorchFunctionSubclass():
             gradients = list(map(GRAD, self.engine.parameters))
             versions = list(map(getattr, gradients, repeat("_version"), repeat(0)))
         self._look = gradients, versions
 
     def _separate_versions(self) -> None:
-        """Replace gradients by aliases, because views share a version."""
+        """Give gradients their own versions, which views would share."""
         for p in self.engine.parameters:
             if p.grad is not None:
                 p.grad = p.grad.data
@@ -193,7 +193,7 @@ class DDPGradients(AveragedGradients):
                 self.armed = False
                 self.final = self.plain = True
                 self.stepped.clear()
-                # It would keep gradients alive that the loop drops.
+                # Otherwise it would keep gradients alive after the loop has dropped them.
                 self._look = _NOTHING
                 if not self.engine.optimizers:
                     self._count_backward()
@@ -201,7 +201,7 @@ class DDPGradients(AveragedGradients):
         self._judge(completed, waits)
 
     def _reached_reducer(self) -> bool:
-        """True if the backward has reached trained parameters, and no other."""
+        """True if the backward reached the reducer's parameters only."""
         if self._others and not set(map(GRAD, self._others)) <= _NO_GRADIENTS:
             return False
         first, (gradients, versions) = self._trained[0], self._look
@@ -214,7 +214,7 @@ class DDPGradients(AveragedGradients):
         indices = set(written(self._look, look(engine.parameters)))
         self._look = _NOTHING
         if not indices and not waits:
-            # A backward of a different model.
+            # This was the backward of a different model.
             return
         self.plain = True
         self.final = False
@@ -239,9 +239,9 @@ class DDPGradients(AveragedGradients):
         self.buffers.synchronize()
 
     def _finish_reduction(self, indices: set[int], waits: bool) -> None:
-        """End a reduction if only ``indices`` got a gradient. Collective.
+        """Finish a reduction if only ``indices`` got gradients. Collective.
 
-        A model with two heads has a backward for each of them.
+        A model with two heads may run a backward for each head.
         """
         engine = self.engine
         missing = sorted(set(self._trained) - indices)
@@ -258,11 +258,11 @@ class DDPGradients(AveragedGradients):
         if agrees:
             unused.intersection_update(*agree(f"used parameters ({engine.label})", missing))
         for index in unused & empty.keys():
-            # AdamW would decay a weight that has a gradient of zeros.
+            # No rank used it. With a gradient of zeros, AdamW would still decay the weight.
             empty[index].grad = None
 
     def _mark_ready(self, missing: list[int]) -> dict[int, nn.Parameter]:
-        """Let the reducer end without these parameters. Return those without a gradient."""
+        """Mark parameters ready in the reducer. Return those that had no gradient."""
         assert self.ddp is not None
         engine, reducer = self.engine, self.ddp.reducer
         empty: dict[int, nn.Parameter] = {}
@@ -275,7 +275,7 @@ class DDPGradients(AveragedGradients):
                     p.grad = torch.zeros_like(p)
                 reducer._autograd_hook(self._trained.index(index))  # type: ignore[attr-defined]
 
-        # The reducer waits for its buckets in a callback, which only a backward has.
+        # Run a small backward, because the reducer waits for its buckets in a backward's callback.
         start = torch.zeros((), requires_grad=True, device="cpu")
         end = start.clone()
         end.register_hook(mark_ready)
@@ -283,20 +283,20 @@ class DDPGradients(AveragedGradients):
         return empty
 
     def recover(self) -> None:
-        """Build a new reducer after dropped gradients. Collective."""
+        """Build a new reducer if gradients were dropped. Collective."""
         for p in self.engine.parameters:
             if p.grad is not None and p.grad.any():
                 self._refuse_incomplete()
         self.engine.compare("a new start after an interrupted backward")
         for p in self.engine.parameters:
-            # A bucket that is still being reduced may be the memory of these zeros.
+            # Even zeros, because they may be views of a bucket that is still being reduced.
             p.grad = None
         self.interrupted = False
         self.engine.rebuild()
 
     def _refuse_incomplete(self) -> None:
         raise BackendError(
-            f"An exception ended a backward of {self.engine.label}, so gradients "
+            f"An exception interrupted backward() of {self.engine.label}, so gradients "
             "are incomplete. Call optimizer.zero_grad(), then run forward and backward again."
         )
 
@@ -310,7 +310,7 @@ class DDPGradients(AveragedGradients):
 
 
 class DDPEngine(AveragingEngine):
-    """Runs forwards through a reducer, rebuilt if parameters are frozen."""
+    """Runs forwards through a reducer. Freezing parameters rebuilds it."""
 
     name = "ddp"
     options_type = DDP
@@ -320,7 +320,7 @@ class DDPEngine(AveragingEngine):
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        #: The module inside the reducer, which forwards call if there is no reducer.
+        #: The module inside the reducer. Forwards call it directly if there is no reducer.
         self._core = entry
 
     @classmethod
@@ -355,7 +355,7 @@ class DDPEngine(AveragingEngine):
         self.gradients.let_go()
 
     def abandon(self, reason: str) -> None:
-        """Free the reducer, so ranks which wait in it wake up."""
+        """Free the reducer, so that ranks waiting in it wake up."""
         super().abandon(reason)
         self.gradients.let_go()
 
@@ -365,7 +365,7 @@ class DDPEngine(AveragingEngine):
             if gradients.interrupted:
                 gradients.recover()
             if gradients.stepped:
-                # The loop may assign gradients of torch.autograd.grad.
+                # The loop may assign gradients from torch.autograd.grad, which runs no hooks.
                 gradients.final = False
         if function is not self.entry:
             return function(*args, **kwargs)
@@ -379,14 +379,14 @@ class DDPEngine(AveragingEngine):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks without inputs mirror the others' reductions."""
+        """Let ranks without inputs join the others' reductions."""
         gradients = self.gradients
         if self.options.find_unused_parameters:
             raise BackendError("accel.join needs find_unused_parameters=False. Change the option.")
         if gradients.ddp is None:
             yield
             return
-        # A rank without inputs mirrors torch's collectives only.
+        # A rank without inputs joins torch's collectives only, so accel broadcasts no buffers.
         wanted, gradients.buffers.wanted = gradients.buffers.wanted, False
         self.drift.pause()
         try:

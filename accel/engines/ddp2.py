@@ -1,4 +1,4 @@
-"""``ddp2``: ``DataParallel`` in nodes, ``ddp`` between them."""
+"""``ddp2``: ``DataParallel`` within nodes, ``ddp`` between them."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,13 +18,13 @@ class DDP2(DDP):
     Start one process on each node. It splits its batch over all devices of
     the node and gathers the outputs, so the loss sees the node's full
     batch. Gradients are averaged over the nodes. With fewer than two
-    devices in each process it is ``ddp``.
+    devices per process, ``ddp2`` is the same as ``ddp``.
     """
 
 
 @final
 class DDP2Engine(DDPEngine):
-    """The reducer around a DataParallel."""
+    """Runs a reducer around ``DataParallel``."""
 
     name = "ddp2"
     options_type = DDP2
@@ -35,7 +35,7 @@ class DDP2Engine(DDPEngine):
         several = len(process.devices) > 1
         if options.sequence_parallel > 1 or (options.sync_batchnorm and several):
             raise BackendError(
-                "DDP2 can't have sequence_parallel, or sync_batchnorm with several "
+                "DDP2 doesn't support sequence_parallel, or sync_batchnorm with several "
                 "devices. Start a process for each device with accel.DDP(...)."
             )
 

@@ -1,4 +1,4 @@
-"""``dp``: ``torch.nn.DataParallel`` over devices, for notebooks."""
+"""``dp``: ``torch.nn.DataParallel`` in one process, for notebooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Replicas(nn.DataParallel[nn.Module]):
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        # torch's threads enable autocast with its default dtype.
+        # Otherwise torch's threads would use autocast's default dtype, not the caller's.
         kind = self.src_device_obj.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cached = torch.is_autocast_cache_enabled()

@@ -1,4 +1,4 @@
-"""``horovod``: gradients averaged by Horovod, for clusters with Horovod."""
+"""``horovod``: gradients averaged by Horovod, for clusters that use it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Horovod(AveragingOptions):
     """Options of ``horovod``.
 
     Args:
-        compression: "fp16" sends gradients in half precision, which rounds.
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each
+        compression: "fp16" sends gradients in half precision, which rounds them.
+        broadcast_buffers: broadcast rank 0's buffers once per step.
+        auto_refresh: check for changes to ``requires_grad`` before each
             forward.
     """
 
@@ -39,7 +39,7 @@ class Horovod(AveragingOptions):
 
 
 def start(process: Process) -> None:
-    """Start Horovod, unless the program has started it. Collective."""
+    """Start Horovod, unless the program already has. Collective."""
     hvd: Any = importlib.import_module("horovod.torch")
     with contextlib.ExitStack() as undo:
         if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
@@ -56,7 +56,7 @@ def start(process: Process) -> None:
 
 
 def _serve(process: Process, undo: contextlib.ExitStack) -> None:
-    """Serve a rendezvous and set variables, as horovodrun does. Collective."""
+    """Start a rendezvous server and set its variables. Collective."""
     hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
     http_server: Any = importlib.import_module("horovod.runner.http.http_server")
     names = agree("Horovod's hosts", socket.gethostname())
@@ -67,21 +67,21 @@ def _serve(process: Process, undo: contextlib.ExitStack) -> None:
     undo.callback(server.stop)
     server.init(slots)
     address = "127.0.0.1" if len(per_host) == 1 else process.place.master_addr or names[0]
-    # For example local_rank.
+    # horovodrun sets these for each rank, for example HOROVOD_LOCAL_RANK.
     variables = vars(slots[process.place.rank]) | {
         "controller": "gloo",
         "cpu_operations": "gloo",
         "gloo_rendezvous_addr": address,
         "gloo_rendezvous_port": agree("Horovod's server", port)[0],
     }
-    # If the variables stayed, accel would take them for a launcher's.
+    # Temporary, because otherwise accel would conclude that horovodrun started the program.
     for name, value in variables.items():
         undo.enter_context(replaced(os.environ, f"HOROVOD_{name.upper()}", str(value)))
 
 
 @final
 class HorovodEngine(AveragingEngine):
-    """Sums gradients by ``horovod.torch``. The rest uses accel's group."""
+    """Sums gradients with Horovod. The rest uses accel's process group."""
 
     name = "horovod"
     options_type = Horovod
@@ -90,17 +90,17 @@ class HorovodEngine(AveragingEngine):
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         if self.distributed:
-            # Before the weights of rank 0 are sent, so that a failed start changes nothing.
+            # Before rank 0's weights are broadcast, so that a failed start changes nothing.
             start(self.process)
         super().start(optimizers)
 
     def add(self, flat: Tensor) -> None:
-        """Sum a tensor by ``allreduce_``, which doesn't know bfloat16."""
+        """Sum a tensor with Horovod, which doesn't support bfloat16."""
         hvd: Any = importlib.import_module("horovod.torch")
         packed = flat.float() if flat.dtype is torch.bfloat16 else flat
         if self.options.compression:
             packed = flat.half()
-        # Horovod remembers the shape of each name.
+        # Horovod caches a shape for each name, so different sizes need different names.
         name = f"accel.{self.serial}.{packed.dtype}.{packed.numel()}"
         try:
             hvd.allreduce_(packed, name=name, op=hvd.Sum)

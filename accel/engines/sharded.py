@@ -1,8 +1,8 @@
-"""``sharded``: fairscale's OSS, with optimizer state by parameter.
+"""``sharded``: fairscale's OSS, which shards the optimizer state.
 
-OSS chooses the owner of each parameter, keeps weights in flat buffers, and
-broadcasts them after a step. Before it, accel reduces each gradient to its
-owner, and the user's optimizer steps. OSS's own ``step`` and
+OSS assigns an owner to each parameter, keeps weights in flat buffers, and
+broadcasts them after a step. Before the step, accel reduces gradients to
+owners. The user's optimizer steps, because OSS's own ``step`` and
 ``clip_grad_norm`` are wrong after freezing or gradient accumulation.
 """
 
@@ -45,7 +45,7 @@ class Sharded(SequenceOptions):
     """Options of ``sharded``.
 
     Args:
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        broadcast_buffers: broadcast rank 0's buffers once per step.
     """
 
     broadcast_buffers: bool = True
@@ -56,13 +56,13 @@ class Sharded(SequenceOptions):
 
 @final
 class FlatWeights:
-    """Trainable parameters in a flat buffer of OSS for each owner."""
+    """Trainable parameters in OSS's flat buffers, one per owner."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
-        # fairscale's defaults would keep the process group alive.
+        # Otherwise fairscale's default arguments would keep the process group alive.
         with unseen_group():
             from fairscale.optim.oss import OSS  # type: ignore[import-untyped,unused-ignore]
-        # From large to small, which balances best.
+        # OSS assigns owners in this order. From large to small balances them best.
         ordered = sorted(parameters, key=lambda p: -p.numel())
         self._oss = OSS([{"params": ordered}], optim=lambda groups, **_: optimizer)
         self._oss.group = None
@@ -80,16 +80,16 @@ class FlatWeights:
     def _adopt_buffers(self) -> None:
         for by_rank in self._oss.buckets.values():
             for bucket in by_rank.values():
-                # Not every process group can send every dtype.
+                # Broadcast bytes, because not every process group supports every dtype.
                 bucket.buffer = bucket.buffer.view(torch.uint8)
-        # OSS synchronizes this device before a broadcast, but NCCL waits for the stream by itself.
+        # OSS would synchronize a GPU before each broadcast. NCCL waits for the stream by itself.
         self._oss._default_device = torch.device("cpu")
         self.flat = list(filter(REQUIRES_GRAD, self._oss.param_groups[0]["params"]))
         self._addresses = list(map(Tensor.data_ptr, self.flat))
 
     def broadcast(self) -> None:
-        """Give every rank the owners' values. Collective."""
-        # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
+        """Broadcast the owners' values to all ranks. Collective."""
+        # The loop may have assigned `p.data`, for example to evaluate averaged weights.
         if list(map(Tensor.data_ptr, self.flat)) != self._addresses:
             self.refresh()
         self._oss._broadcast_params()
@@ -97,7 +97,7 @@ class FlatWeights:
         torch.autograd.graph.increment_version(self.flat)
 
     def release(self) -> None:
-        """Give each parameter memory of its own again. Local."""
+        """Give each parameter its own memory again. Local."""
         for p in self.flat:
             p.data = p.data.clone()
         self._oss.buckets.clear()
@@ -108,7 +108,7 @@ class FlatWeights:
 
 @final
 class ShardedGradients(Gradients):
-    """Gradients which a step or clipping moves to their owner.
+    """Gradients that a step or clipping reduces to their owner.
 
     ``p.grad`` is this rank's share. The gradient is the mean of the ranks'
     shares, and a missing share is zero. A step or clipping leaves the final
@@ -125,11 +125,11 @@ class ShardedGradients(Gradients):
         self._rank, self._world = place.rank, place.world_size
         #: The owner of each parameter, by the parameter's ``id``. It steps the parameter.
         self.rank_of: dict[int, int] = {}
-        #: The optimizers that step only the parameters of this rank.
+        #: The optimizers that step only the parameters this rank owns.
         self.optimizers: set[Optimizer] = set()
         #: All flat weights, of every optimizer.
         self.weights: list[FlatWeights] = []
-        #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
+        #: The parameters with a final gradient, by their ``id``. Equal on all ranks.
         self._final: dict[int, nn.Parameter] = {}
 
     def give_owners(self, optimizer: Optimizer) -> None:
@@ -153,14 +153,14 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def _share_final(self) -> None:
-        """Make final gradients shares, before a backward adds to them. Local."""
+        """Turn final gradients into shares before a backward. Local."""
         for key, p in self._final.items():
             if self.rank_of[key] == self._rank and p.grad is not None:
                 p.grad.mul_(self._world)
         self._final.clear()
 
     def pending(self) -> bool:
-        """True, because only all ranks together know."""
+        """True, because one rank doesn't know about the others."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -169,10 +169,10 @@ class ShardedGradients(Gradients):
             return
         what, parameters = "the reduction of gradients", engine.parameters
         if optimizer is not None:
-            # An optimizer that setup has not seen may hold parameters of other models too.
+            # An optimizer that was not given to setup may also have parameters of other models.
             parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
             what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
-            # A group may have been added after setup.
+            # A param_group may have been added after setup.
             self.give_owners(optimizer)
         rank_of = self.rank_of if optimizer in self.optimizers else {}
         self._reduce(what, parameters, rank_of)
@@ -183,7 +183,7 @@ class ShardedGradients(Gradients):
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> None:
-        """Replace shares by final gradients, on owners if any. Collective."""
+        """Reduce shares to final gradients, on owners if any. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -198,7 +198,7 @@ class ShardedGradients(Gradients):
         by_owner: list[list[Tensor]] = [[] for _ in range(self._world)]
         for index in indices:
             p = parameters[index]
-            # If the loop has assigned gradients on all ranks, they are shares.
+            # A final gradient is on its owner only. If more ranks have it, the loop assigned it.
             if id(p) in self._final and sum(mask[index] for mask in masks) == 1:
                 continue
             if p.grad is None:
@@ -211,12 +211,12 @@ class ShardedGradients(Gradients):
         for p in map(parameters.__getitem__, indices):
             if id(p) in rank_of:
                 self._final[id(p)] = p
-                # The optimizer skips it on other ranks, and makes no state.
+                # Without a gradient, the optimizer skips it on this rank and creates no state.
                 if rank_of[id(p)] != self._rank:
                     p.grad = None
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's gradients, and copies, counted on rank 0. Local."""
+        """Return gradients to count in a norm, and uncounted copies. Local."""
         counted: list[Tensor] = []
         copies: list[Tensor] = []
         for p in parameters:
@@ -236,7 +236,7 @@ class ShardedGradients(Gradients):
                 weights.broadcast()
                 for p in weights.flat:
                     rest.pop(id(p), None)
-        # Frozen parameters that have a gradient of zeros are stepped too.
+        # Parameters frozen with a gradient of zeros are stepped too, but are in no flat buffer.
         for key, p in rest.items():
             broadcast_([p.data], None, self.rank_of[key])
 
@@ -246,7 +246,7 @@ class ShardedGradients(Gradients):
 
 @final
 class ShardedHoldings(Holdings):
-    """Optimizer state on the owner, or on every rank without an owner."""
+    """Optimizer state on owners, or on every rank without an owner."""
 
     engine: ShardedEngine
 
@@ -263,7 +263,7 @@ class ShardedHoldings(Holdings):
 
 @final
 class ShardedEngine(Engine):
-    """Runs the module. Ranks keep optimizer state of own parameters."""
+    """Runs the module. Ranks keep the optimizer state they own."""
 
     name = "sharded"
     options_type = Sharded
@@ -286,7 +286,7 @@ class ShardedEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Follow OSS: the rank with the least gets the next parameter."""
+        """Assign owners as OSS does: the rank with the fewest elements."""
         sizes, owned = [0] * world_size, [MemoryUse()] * world_size
         uses: list[MemoryUse] = []
         for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):

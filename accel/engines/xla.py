@@ -1,4 +1,4 @@
-"""``xla``: TPUs, by torch-tpu or torch_xla (a single device)."""
+"""``xla``: TPUs with torch-tpu, or with torch_xla on one device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XLA(AveragingOptions):
-    """Options of ``xla``, as in ``accel.Horovod``."""
+    """Options of ``xla``. See ``accel.Horovod``, without ``compression``."""
 
 
 @final
 class XLAGradients(AveragedGradients):
-    """Averaged gradients, with torch_xla's recording of operations."""
+    """Averaged gradients. A step runs torch_xla's recorded graph."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """End the recorded graph, which would grow from step to step."""
+        """Run the recorded graph, or it would grow with every step."""
         if self.process.device.type == "xla":
             sys.modules["torch_xla"].sync()
 

@@ -81,7 +81,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
     def without_dp(backend: object) -> Any:
         if backend == "dp":
-            raise BackendError("needs a thing, which is not installed: pip install 'thing'")
+            raise BackendError("needs a thing, which is not installed. Run pip install 'thing'.")
         return resolve(backend)
 
     monkeypatch.setattr("accel.commands.processes.resolve", without_dp)
@@ -93,7 +93,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     assert rows["accel"] == accel.__version__
     assert rows["cloudpickle"][0].isdigit()
     assert "gloo" in rows["process groups"]
-    assert rows["backend dp"] == "cannot run: needs a thing, which is not installed: pip install 'thing'"
+    assert rows["backend dp"] == "cannot run: needs a thing, which is not installed. Run pip install 'thing'."
     assert {f"backend {name}" for name in ENGINES} <= rows.keys()
     assert rows["backend ddp"] == "can run"
     assert rows["ACCEL_BACKEND"] == "ddp"

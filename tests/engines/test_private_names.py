@@ -232,4 +232,4 @@ def test_versions_outside_of_the_tested_range(
         check_version("some", "torch", "2.14", "2.15")
     for _ in range(2):
         check_version("some", "torch", "2.11", "2.12")
-    assert caplog.messages == ["backend='some' was tested with torch up to 2.12, and 2.13.1+cpu is installed"]
+    assert caplog.messages == ["backend='some' was tested with torch up to 2.12, but 2.13.1+cpu is installed"]

@@ -1,1 +1,1 @@
-"""The code of all backends: engines, their gradients and holdings."""
+"""The code that all backends share: engines, gradients and holdings."""

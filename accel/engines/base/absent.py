@@ -1,8 +1,8 @@
 """Parameters without values on this rank.
 
-Facts about such a parameter, for example its shape, are right. A use of its
-values fetches them or raises an error. Otherwise torch would silently
-compute with the tensor in their place.
+The metadata of such a parameter, for example its shape, is correct. Using
+its values fetches them or raises an error. Otherwise torch would silently
+compute with the placeholder tensor that replaces them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...errors import BackendError
 from ...trees import all_tensors
 
 _T: Any = Tensor
-#: A context in which torch takes parameters of any class for plain tensors.
+#: A context in which torch treats parameters of any class as plain tensors.
 as_plain: Final = torch._C.DisableTorchFunctionSubclass
 
 
@@ -48,9 +48,9 @@ _SHAPE: Final = {
     *attributes("shape ndim nbytes size dim numel __len__ stride is_contiguous", "__get__"),
     torch.numel,
 }
-#: They return the parameter itself if it has this dtype and device: ``model.to(device)``.
+#: ``model.to(device)`` calls these. They return the parameter itself if nothing changes.
 _CONVERSIONS: Final = set(attributes("to cuda cpu float double half bfloat16"))
-#: For autograd, the tensor in the values' place has the gradient and the hooks.
+#: Autograd's functions. The placeholder tensor has the gradient and the hooks.
 FOR_AUTOGRAD: Final = {
     *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
     *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
@@ -62,12 +62,12 @@ FOR_AUTOGRAD: Final = {
     torch.autograd.grad,
     torch.autograd.backward,
 }
-#: The same and the place in memory.
+#: The same, and functions that return an address, which the placeholder has too.
 OF_ITSELF: Final = {*FOR_AUTOGRAD, _T.data_ptr, _T.untyped_storage}
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with plain tensors in the place of parameters."""
+    """Return a function that treats parameters as plain tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,10 +78,10 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Absent:
-    """A base class of parameters without values, before their own."""
+    """A mixin for parameters without values. List it first."""
 
     __slots__ = ()
-    #: More functions that the tensor in the values' place answers right.
+    #: More functions that are correct for the placeholder tensor.
     plain: ClassVar[Any] = frozenset()
 
     def full_shape(self) -> torch.Size:
@@ -90,7 +90,7 @@ class Absent:
         return shape
 
     def fetch(self, function: Any) -> None:
-        """Bring the values here for a function, or raise BackendError."""
+        """Fetch the values for a function, or raise BackendError."""
         raise NotImplementedError
 
     @classmethod
@@ -107,7 +107,7 @@ class Absent:
             result = plain(*args, **kwargs)
             if result is args[0]:
                 return result
-        # model.to(device) assigns each parameter to itself if it is on the device already.
+        # model.to(device) sets p.data = p for a parameter that is already on the device.
         if func == _T.data.__set__ and args[1] is args[0]:
             return None
         for _, tensor in all_tensors((args, kwargs)):
@@ -117,21 +117,21 @@ class Absent:
 
 
 def take_away(parameter: nn.Parameter, kind: type[Absent], **extra: Any) -> None:
-    """Free a parameter's values. ``kind`` handles their use with ``extra``."""
+    """Free a parameter's values. Set its class and ``extra`` attributes."""
     parameter.data = blank(parameter)
     vars(parameter).update(extra, _before_absent=(type(parameter), *extra))
     parameter.__class__ = kind  # type: ignore[assignment]
 
 
 def bring_back(parameter: nn.Parameter) -> None:
-    """Make it a usual parameter again. The caller sets its values."""
+    """Restore the parameter's class. The caller sets its values."""
     parameter.__class__, *extra = vars(parameter).pop("_before_absent")
     for name in extra:
         del vars(parameter)[name]
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape in the memory of an element, NaN or 0."""
+    """Return a tensor of this shape that expands one NaN or 0."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     single = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
     return single.expand(tensor.shape)

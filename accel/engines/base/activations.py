@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks compute activations again in backward."""
+"""Activation checkpointing: blocks recompute activations in backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import BackendError
 from ...gradients.patches import replaced
 from .raw_objects import Function
 
-#: Classes of modules, or a predicate of a module. None means repeated blocks.
+#: Classes of modules, or a function that selects modules. None means repeated blocks.
 Choice = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 
@@ -34,14 +34,14 @@ def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module) -> set[nn.Module]:
-    """Return blocks with submodules, and with a sibling of their class."""
+    """Return blocks with submodules and a sibling of the same class."""
     repeated: set[nn.Module] = set()
     for container in module.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         blocks = []
         for child in container.children():
-            # torch.compile wraps a block in a module, which isn't the block.
+            # Compare the class of the block, not of torch.compile's wrapper around it.
             block = getattr(child, "_orig_mod", child)
             if any(block.children()) and not isinstance(block, nn.ModuleList):
                 blocks.append(block)
@@ -51,7 +51,7 @@ def _repeated(module: nn.Module) -> set[nn.Module]:
 
 
 def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
-    """Checkpoint the blocks of the options, until the stack is closed."""
+    """Checkpoint the selected blocks until the stack is closed."""
     undo = contextlib.ExitStack()
     choice: Any = getattr(options, "activation_checkpointing", False)
     wrap = getattr(options, "wrap", None) if choice is True else choice
@@ -72,7 +72,7 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
 
 
 def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    # generate() fills a cache.
+    # Nothing to recompute. generate() also needs the empty cache that is removed below.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # transformers gives each layer an empty cache, which the second forward would fill again.
@@ -83,8 +83,8 @@ def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) ->
 
 
 def run_again(function: Function, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
-    """Call a function of these modules, again in backward."""
-    # A compiled graph writes buffers once.
+    """Call a function of these modules. Backward calls it again."""
+    # A compiled graph writes buffers only once, so it needs no copies.
     if not torch.compiler.is_compiling():
         kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _BuffersKept(modules))
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -92,7 +92,7 @@ def run_again(function: Function, modules: Sequence[nn.Module], args: Any, kwarg
 
 @final
 class _BuffersKept:
-    """Gives a second forward copies, so BatchNorm counts a batch once."""
+    """Copies buffers for a recomputation, so BatchNorm counts once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [module._buffers for module in modules]

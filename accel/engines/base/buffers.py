@@ -1,4 +1,4 @@
-"""The buffers of a model, which ranks take from rank 0 before a step."""
+"""The buffers of a model, which rank 0 broadcasts before a step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _device: Final = operator.attrgetter("device")
 
 @final
 class Buffers:
-    """The buffers of a module in ``setup``, by their places.
+    """The buffers that a module has in ``setup``.
 
-    A later buffer, or a buffer with a new shape, is each rank's own.
+    Later buffers, and buffers with a new shape, are not synchronized.
     """
 
     def __init__(self, module: nn.Module, process: Process, wanted: bool) -> None:
@@ -34,7 +34,7 @@ class Buffers:
         self._first = [table[key] for table, key in self._places]
         self._kinds = list(map(_kind, self._first))
         self._waiting = Waiting(process, f"rank 0's buffers ({type(module).__name__})")
-        #: True if ranks take rank 0's; and if a forward may have changed them since they did.
+        #: True if rank 0 broadcasts buffers, and if a forward may have changed them since.
         self.wanted = wanted and process.place.world_size > 1 and bool(self._places)
         self.stale = False
 
@@ -48,7 +48,7 @@ class Buffers:
         if not self.wanted:
             return
         buffers: list[Any] = list(starmap(dict.get, self._places))
-        # A cache that has grown stays as it is. All ranks send as many bytes as in ``setup``.
+        # Skip a cache that has grown, because all ranks must send as many bytes as in ``setup``.
         for number, first in enumerate(self._first):
             now = buffers[number]
             if now is not first and _kind(now) != self._kinds[number]:
@@ -58,7 +58,7 @@ class Buffers:
             if len(devices) > 1 or not all(map(_contiguous, buffers)):
                 broadcast_(buffers, self._process.group)
                 return
-            # One message of bytes, because not every transport knows every dtype.
+            # One message of bytes, because not every process group supports every dtype.
             rows = [buffer.detach().view(-1).view(torch.uint8) for buffer in buffers]
             flat = torch.cat(rows)
             dist.broadcast(flat, 0, group=self._process.group)

@@ -19,8 +19,8 @@ _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int3
 
 
 def digest(tensor: Tensor) -> int | Tensor:
-    """Return 64 bits. On an accelerator they are a tensor, so nothing waits."""
-    # Each rank has a different shard of a DTensor.
+    """Return 64 bits, in a tensor on an accelerator to avoid a wait."""
+    # A DTensor has no digest to compare, because each rank has a different shard.
     if hasattr(tensor, "full_tensor"):
         return 0
     # torchao's quantized tensors consist of codes and scales.
@@ -42,7 +42,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
     """Return the digests of tensors as numbers."""
     with as_plain():
         values = list(map(digest, tensors))
-    # The device has all to compute before the first is read.
+    # Reading a value waits for the device, so queue all digests first.
     return list(map(int, values))
 
 
@@ -59,7 +59,7 @@ def _hash(data: Any) -> int:
 
 
 def sums(dense: Tensor) -> Tensor:
-    """Return weighted sums of rows and columns, equal in any order."""
+    """Return weighted sums of integers, exact in any order."""
     device = dense.device
     flat = dense.reshape(-1).view(_INTEGERS[dense.element_size()])
     size = flat.numel() // _WIDTH * _WIDTH

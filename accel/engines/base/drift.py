@@ -1,4 +1,4 @@
-"""The drift guard: it compares replicated state of the ranks at some steps."""
+"""The drift guard, which compares replicated state between ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DriftGuard:
         _, places = engine.replica(engine.options, engine.process)
         #: True until two checks have compared the inputs of training.
         self.watches_inputs = self._interval > 0 and places > 1
-        #: Digests, and whether all ranks had the same before the last check.
+        #: Digests of this rank's inputs, and True if all ranks' were equal at the last check.
         self._inputs: list[int | Tensor] = []
         self._were_same = False
         self.restart()
@@ -64,12 +64,12 @@ class DriftGuard:
 
     def restart(self) -> None:
         """Count from 0, on every rank."""
-        #: Steps of all optimizers, or backwards without an optimizer. ``broken`` has not ended.
+        #: Optimizer steps, or backwards without an optimizer. ``broken`` is an unfinished step.
         self.steps = self.broken = 0
         self.next = 1 if self._interval else _NEVER
 
     def pause(self) -> None:
-        """Skip checks until ``restart``, as numbers of steps may differ."""
+        """Skip checks until ``restart``. Ranks may differ in steps."""
         self.next = _NEVER
 
     def count(self) -> None:
@@ -108,7 +108,7 @@ class DriftGuard:
         if self._inputs or not trains or torch.compiler.is_compiling():
             return
         devices = ("cpu", engine.process.device.type)
-        # Tensors inside torch.func.grad have no bits.
+        # A digest of a tensor inside torch.func.grad raises, because it has no memory.
         with contextlib.suppress(Exception), torch.no_grad():
             for _, tensor in all_tensors((args, kwargs)):
                 is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -117,7 +117,7 @@ class DriftGuard:
 
     def _judge(self, engine: Engine, inputs: Sequence[int]) -> None:
         """Warn after two checks with the same inputs."""
-        # A first batch may be equal by chance.
+        # Wait for the second check, because one batch may be equal by chance.
         is_same = inputs[0] != 0 and len(set(inputs)) == 1
         if is_same and self._were_same and engine.process.place.rank == 0:
             logger.warning(_SAME_INPUTS, len(inputs), engine.label)
@@ -129,8 +129,8 @@ class DriftGuard:
 
 
 def before_load(module: nn.Module, *_: object) -> None:
-    """Check for ``load_state_dict`` on all ranks. A hook of the module."""
-    # A function and not a method, because copies of the module have the hook, but no engine.
+    """Check that all ranks load a state. A hook of the module."""
+    # Not a method, because copies of the module have the hook but must not keep the engine.
     engine: Engine | None = HiddenAttribute.get(module)
     if engine is not None:
         compare_load(engine, "load_state_dict() of the model")
@@ -144,12 +144,12 @@ def compare_load(engine: Engine, what: str) -> None:
 
 # -- facts, equal on all ranks ---------------------------------------------------------------------
 
-#: Other values of groups, such as functions, may have different texts on equal ranks.
+#: Other values of groups, such as functions, may have different texts on ranks that agree.
 _PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None), tuple, list, dict)
 
 
 def _facts(engine: Engine) -> dict[str, str]:
-    """Return values of groups, and digests of tensors, as text by name."""
+    """Return values of groups and digests of tensors, by name."""
     facts: dict[str, str] = {}
     tensors = dict(engine.holdings.replicas())
     for number, optimizer in enumerate(engine.optimizers):

@@ -1,4 +1,4 @@
-"""The engine contract, and the code of all backends."""
+"""The interface of engines, and their common code."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ logger = logging.getLogger("accel")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The arguments of an engine, beside its module."""
+    """The arguments of an engine, besides its module."""
 
     process: Process
     precision: Precision
     loss_scale: LossScale
     options: Any
-    #: The same on all ranks. No other engine has it.
+    #: Unique to an engine, and equal on all ranks.
     serial: int
-    #: The weights are read from files after ``start``.
+    #: True if the weights are read from files after ``start``.
     reads: bool = False
 
 
 class Engine(ABC):
     """Runs a model on a backend, with its ``gradients`` and ``holdings``.
 
-    A *local* method communicates with no other rank. A *collective* method
-    is called on every rank. docs/internals.md shows the order of the calls.
+    A *local* method doesn't communicate. A *collective* method must be
+    called on every rank. docs/internals.md shows the order of the calls.
     """
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
-    #: Packages beside torch: the module to import, and the argument of ``pip install``.
+    #: Packages besides torch: the module to import, and the argument for ``pip install``.
     requires: ClassVar[dict[str, str]] = {}
-    #: False if the backend trains a model per rank, so an optimizer on several ranks raises.
+    #: False if each rank would train its own model, so an optimizer on several ranks raises.
     synchronizes: ClassVar[bool] = True
-    #: How tensors lie on several ranks. A single rank holds everything.
+    #: How tensors are distributed over ranks. A single rank holds everything.
     placements: Placements = REPLICATED
     gradients_type: type[Gradients] = Gradients
     holdings_type: type[Holdings] = Holdings
@@ -73,7 +73,7 @@ class Engine(ABC):
     mesh: DeviceMesh | None = None
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        #: The user's raw module, and the callable of a forward: ``module`` or a compile wrapper.
+        #: The user's raw module, and the callable for a forward: ``module`` or a compile wrapper.
         self.module, self.entry = module, entry
         self.process = context.process
         self.options = context.options
@@ -81,14 +81,14 @@ class Engine(ABC):
         self.loss_scale = context.loss_scale
         self.serial = context.serial
         self.reads = context.reads
-        # A library may change the class of the module.
+        # Read now, because the backend's library may change the class of the module.
         self.kind = type(module).__name__
         #: The name in messages between ranks.
         self.label = f"{self.kind} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
         if not self.distributed:
             self.placements = REPLICATED
-        #: Why the process groups were ended, or why the other ranks take no part in the teardown.
+        #: Why the process groups were ended, or why other ranks don't take part in teardown.
         self.ended = ""
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
@@ -99,7 +99,7 @@ class Engine(ABC):
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
         self._read_parameters()
-        #: The parameters that the user's optimizers had, which shards may replace.
+        #: The parameters of the user's optimizers, before shards replace them.
         self._raw_parameters = dict(self.named)
         self.holdings = self.holdings_type(self)
         refreshes = getattr(self.options, "auto_refresh", True)
@@ -115,13 +115,13 @@ class Engine(ABC):
             self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
-        """Read the parameters, again after ``start`` replaced some."""
+        """Read the parameters. Called again after ``start`` replaced some."""
         self.named = dict(self.module.named_parameters())
         self.names = list(self.named)
         self.parameters = list(self.named.values())
         #: The identities of all parameter objects that belong to this engine.
         self.known: Container[int] = {id(p) for p in self.parameters}
-        #: ``requires_grad`` of each, for which the engine was built.
+        #: ``requires_grad`` of each parameter, as the engine has last applied it.
         self.mask = trainable(self.parameters)
 
     # -- before there is an engine ---------------------------------------------------------------
@@ -133,14 +133,14 @@ class Engine(ABC):
 
     @classmethod
     def probe(cls) -> str:
-        """Import packages, and return limits here or raise BackendError. Local."""
+        """Import packages. Return limits here, or raise BackendError. Local."""
         for module in cls.requires:
             importlib.import_module(module)
         return ""
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """Return this rank's place in the data, and their number. Local."""
+        """Return this rank's data-parallel place, and the number of places. Local."""
         size = sequence_size(options, process)
         return process.place.rank // size, process.place.world_size // size
 
@@ -148,23 +148,23 @@ class Engine(ABC):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Return the bytes on the fullest rank. None: it can't train. Pure."""
+        """Return the bytes on the fullest rank, or None if unsupported. Pure."""
         return add_uses(map(TensorSize.use, tensors))
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- lifetime --------------------------------------------------------------------------------
 
     def wrap(self) -> None:
         """Build the backend's object around the module. Local."""
         return
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard rank 0's weights, again after new optimizers. Collective."""
+        """Distribute rank 0's weights. Called again for new optimizers. Collective."""
         if not self.started:
             self.holdings.synchronize()
             self.started = True
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer. ``start`` follows. Local."""
+        """Add an optimizer, before ``start``. Local."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
         self.optimizers.append(optimizer)
         if self.placements.partial:
@@ -177,7 +177,7 @@ class Engine(ABC):
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
     def rebuild(self) -> None:
-        """Apply an equal change of ``requires_grad``. Collective."""
+        """Apply a change of ``requires_grad`` on all ranks. Collective."""
         return
 
     def abandon(self, reason: str) -> None:
@@ -188,7 +188,7 @@ class Engine(ABC):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended``. Then lost weights are nan, and ``lost_weights`` is raised.
+        Collective, unless ``ended``. Lost weights then become NaN, and it raises an error.
         """
         return
 
@@ -196,7 +196,7 @@ class Engine(ABC):
     def teardown(self, alone: str = "") -> None:
         """Give the raw module and optimizers back to the user. Collective.
 
-        With a reason to be ``alone`` it is local, and drops unreduced gradients.
+        With a reason in ``alone``, it is local and drops unreduced gradients.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
@@ -213,7 +213,7 @@ class Engine(ABC):
             self.unwrap(optimizers)
 
     def _give_state_back(self) -> None:
-        """Gather the state of optimizers, or let their steps raise."""
+        """Gather the state of optimizers, or make their steps raise."""
         sharded: list[Optimizer] = []
         if self.started:
             sharded += filter(self.holdings.partial, self.optimizers)
@@ -265,15 +265,15 @@ class Engine(ABC):
             with self.sequence.forward(function):
                 return self.call(function, args, kwargs)
         if function is self.entry:
-            # LoRA and GAN loops freeze and unfreeze parameters between forwards. The comparison
-            # is an idea of fairscale's (pull request 369).
+            # LoRA and GAN loops freeze and unfreeze parameters between forwards. The idea of this
+            # comparison is from fairscale (pull request 369).
             if self._watches_mask and torch.is_grad_enabled():
-                # `trainable` without its call, because every forward comes here.
+                # `trainable` is inlined, because this runs in every forward.
                 with as_plain():
                     changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask
                 if changed:
                     self.refresh()
-            # An RLHF loop calls `generate` with the same prompt on every rank.
+            # Only forwards: an RLHF loop calls `generate` with the same prompt on every rank.
             if self.drift.watches_inputs:
                 self.drift.note(self, args, kwargs)
         try:
@@ -296,7 +296,7 @@ class Engine(ABC):
             self.gradients.accumulate(before)
 
     def join(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks have different numbers of batches."""
+        """Return a context in which ranks may have different numbers of batches."""
         if self.distributed:
             raise BackendError(f"backend={self.name!r} does not support accel.join().")
         return contextlib.nullcontext()
@@ -325,16 +325,16 @@ class Engine(ABC):
     def compare(
         self, what: str, value: Any = None, explain: Function = str, beside: Any = None
     ) -> list[Any]:
-        """Return ``beside`` of all ranks. Collective.
+        """Raise an error if ``value`` differs between ranks. Collective.
 
-        If ``value`` differs, raise an error with ``explain(values)``.
+        ``explain(values)`` is in its text. Return every rank's ``beside``.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 
 
 def lost_weights(engine: Engine) -> AccelError:
-    """Return the error for weights lost with other ranks."""
+    """Return the error for weights lost on other ranks."""
     return AccelError(
-        f"The weights of {engine.label} are lost (now nan): shards were on "
+        f"The weights of {engine.label} are lost (now NaN). Shards were on "
         f"other ranks, and {engine.ended}. Load a checkpoint."
     )

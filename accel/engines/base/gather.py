@@ -1,4 +1,4 @@
-"""Full values on every rank from their shards, in bounded batches."""
+"""Gather full values from shards, in batches of bounded size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...process.packing import broadcast_
 from ...shard import Box, Shard, divided, relative, shape_of, slices
 from ...trees import TensorPlace, map_tensors, put_back, to_device
 
-#: The bytes that travel at a time.
+#: The most bytes to send at a time.
 _BATCH_BYTES: Final = 64 << 20
 _CPU: Final = torch.device("cpu")
 
@@ -33,10 +33,10 @@ def gather(
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
 
-    A value may hold tensors in nested containers. Of equal elements, and of
-    values without tensors, those of the lowest rank count. Full tensors are
-    on ``device``, but single numbers may stay in host memory. Without
-    ``keep``, this rank only sends.
+    A value may have tensors in nested containers. If several ranks have the
+    same elements or value, the lowest rank's are used. Full tensors are on
+    ``device``, but scalars may stay in CPU memory. Without ``keep``, this
+    rank only sends.
     """
     forms: dict[tuple[str, Any], Any] = {}
     shards: dict[Any, Shard] = {}
@@ -44,10 +44,10 @@ def gather(
         forms[item[:2]] = _without_tensors(item, part, shards)
     rows = {}
     for key, shard in shards.items():
-        # Offloaded shards and step counters are in host memory.
+        # Offloaded shards and step counters are in CPU memory.
         on_device = shard.tensor.device.type == process.device.type
         rows[key] = _Row(shard.shape, shard.tensor.dtype, on_device, shard.region)
-    # In host memory, because the device of a pickled tensor would be the sender's.
+    # On the CPU, because a pickled tensor would be loaded on the sender's device.
     by_rank = agree(title, (rows, to_device(forms, "cpu")))
     fulls: dict[Any, _FullTensor] = {}
     values: dict[tuple[str, Any], Any] = {}
@@ -97,7 +97,7 @@ class _Row:
 
 
 class _FullTensor:
-    """A tensor from boxes, and the ranks with them."""
+    """A full tensor, and the ranks with its boxes."""
 
     def __init__(self, key: Any, row: _Row, device: torch.device | None) -> None:
         self.key, self.dtype, self.numel = key, row.dtype, math.prod(row.shape)
@@ -114,18 +114,18 @@ class _FullTensor:
         size = math.prod(shape_of(box))
         if not size or self.is_complete:
             return
-        # The full cache of an attention may have a different length on each rank.
+        # One full tensor is enough. Attention caches may have different lengths on ranks.
         if size == self.numel:
             self.is_complete = True
             self.boxes.clear()
         self.boxes.setdefault(box, rank)
 
     def pieces(self) -> Iterator[tuple[Box, Box]]:
-        """Give boxes of a batch at most, each inside of a box on a rank."""
+        """Yield boxes of at most a batch, each after the box that contains it."""
         num_elements = sum(math.prod(shape_of(box)) for box in self.boxes)
         if num_elements != self.numel:
             raise AccelError(
-                f"{self.key} can't be put together: ranks have {num_elements} "
+                f"{self.key} can't be gathered, because ranks have {num_elements} "
                 f"of {self.numel} elements. Load a checkpoint."
             )
         step = max(1, _BATCH_BYTES // self.dtype.itemsize)

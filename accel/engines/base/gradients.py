@@ -1,4 +1,4 @@
-"""The gradients of a model, and the steps with them."""
+"""The gradients of a model, and the steps that use them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class Gradients:
     """The gradients of a model, by default final after a backward."""
 
-    #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
+    #: True if ranks reduce gradients together, so trainable parameters must be equal on ranks.
     reduced: ClassVar[bool] = False
-    #: Gradients are reduced at the step, so a change of ``requires_grad`` loses none.
+    #: True if gradients are reduced at the step, so changes of ``requires_grad`` lose none.
     deferred: ClassVar[bool] = False
-    #: ``no_sync`` saves messages, and costs no memory.
+    #: True if ``no_sync`` saves communication and uses no extra memory.
     spares: ClassVar[bool] = False
-    #: Optimizers that accel did not set up need ``before_step`` too.
+    #: True if optimizers that accel didn't set up need ``before_step`` too.
     before_any_step: ClassVar[bool] = False
 
     def __init__(self, engine: Engine) -> None:
@@ -42,7 +42,7 @@ class Gradients:
         self.buffers = Buffers(engine.module, engine.process, asked)
         #: True inside ``no_sync``.
         self.accumulating = False
-        #: True if gradients came from a plain ``loss.backward()`` that accel did not scale.
+        #: True if gradients are from a plain ``loss.backward()`` that accel didn't scale.
         self.plain = False
         self._before: Look | None = None
         kind = type(self)
@@ -72,9 +72,9 @@ class Gradients:
         self._before = look(self.holders()) if needed else None
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Reduce gradients if no optimizer will do it. Collective then.
+        """Reduce gradients if no optimizer will. Collective in this case.
 
-        It is ``completed`` if it did not raise, ``outermost`` if not nested.
+        ``completed``: it didn't raise. ``outermost``: it isn't nested.
         """
         if not outermost or self._before is None:
             return
@@ -98,7 +98,7 @@ class Gradients:
         exists = bool(gradients)
         if not zeros:
             exists = any(bool(grad.any()) for grad in gradients)
-        # Only other ranks may have some.
+        # If gradients are sharded, perhaps only other ranks have some.
         if self.engine.placements.partial:
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
@@ -108,18 +108,18 @@ class Gradients:
                 "Call accel.backward(loss), or use torch.amp.GradScaler."
             )
 
-    # -- which tensor is which ---------------------------------------------------------------------
+    # -- the tensors of a parameter ----------------------------------------------------------------
 
     def holders(self) -> Sequence[Any]:
-        """Return everything with a ``grad`` from a backward. Local."""
+        """Return all tensors that get a ``grad`` in backward. Local."""
         return self.engine.parameters
 
     def leaf(self, parameter: Tensor) -> Tensor:
-        """Return autograd's tensor for a parameter. Local."""
+        """Return the tensor that autograd uses for a parameter. Local."""
         return parameter
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the item in ``engine.parameters``. Local."""
+        """Return the parameter in ``engine.parameters``. Local."""
         return parameter
 
     # -- final gradients ---------------------------------------------------------------------------
@@ -131,11 +131,11 @@ class Gradients:
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Make gradients final. Collective if ``pending``.
 
-        Before a step of ``optimizer``, a rank needs only its part of them.
+        Before a step of ``optimizer``, a rank needs only its own shards.
         """
 
     def accumulate(self, accumulating: bool) -> None:
-        """Begin or end ``no_sync``. Local."""
+        """Enter or leave ``no_sync``. Local."""
         self.accumulating = accumulating
 
     def hidden(self) -> bool:
@@ -159,7 +159,7 @@ class Gradients:
         return self.engine.placements.gradients.sharded
 
     def parts(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's gradients in a norm, and the copies. Local."""
+        """Return gradients to count in a norm, and uncounted copies. Local."""
         raise NotImplementedError
 
     def finalize(self, what: str, parameters: Sequence[Tensor]) -> None:
@@ -200,7 +200,7 @@ class Gradients:
 
     @final
     def announce_step(self, optimizer: Optimizer) -> None:
-        """Announce a step, before which all ranks ran equally many backwards."""
+        """Announce a step. Ranks must have run equally many backwards."""
         steppers = list(self.engine.steppers)
         number = None
         if id(optimizer) in steppers:
@@ -210,7 +210,7 @@ class Gradients:
 
 
 def other_parameters(given: Sequence[Sequence[str]]) -> str:
-    """Return an error text with the parameters which not all ranks clip."""
+    """Return an error text with parameters that only some ranks clip."""
     common = set(given[0]).intersection(*given)
     missing = sorted(set().union(*given) - common)
     names = ", ".join(missing[:5])

@@ -1,7 +1,7 @@
 """The state of a model and its optimizers on this rank, and full state.
 
-A backend defines its shards: ``partial``, ``part``, ``entries`` and
-``has``. The rest is the same for every backend: ``state_dict``,
+A backend defines its shards with ``partial``, ``part``, ``entries`` and
+``has``. Everything else is the same for all backends: ``state_dict``,
 ``load_state_dict``, checkpoints, ``teardown`` and copies.
 """
 
@@ -39,13 +39,13 @@ _CPU = torch.device("cpu")
 
 
 class Holdings(Raw):
-    """The state on this rank, of the model if ``optimizer=None``."""
+    """The state on this rank. ``optimizer=None`` means the model's."""
 
     #: True if ``start`` gives parameters on the meta device memory and values.
     materializes: bool = False
 
     def __init__(self, engine: Engine) -> None:
-        # Without Raw.__init__, because the names of parameters are a property here.
+        # Raw.__init__ would set `parameter_names`, which is a property here.
         self.module, self.engine = engine.module, cast(Any, engine)
         self.guard = Guard(self)
         #: The full shapes of parameters, which may be shards later.
@@ -61,7 +61,7 @@ class Holdings(Raw):
         """Make tensors match shards, before reads and writes. Local."""
 
     def filled(self) -> None:
-        """Update everything else after shards were filled. Collective."""
+        """Update dependent tensors after shards were filled. Collective."""
 
     def gradients(self) -> Iterator[Item]:
         """Return the final gradients on this rank. Local."""
@@ -70,7 +70,7 @@ class Holdings(Raw):
                 yield name, "grad", p.grad
 
     def replicas(self) -> Sequence[tuple[str, Tensor]]:
-        """Return weights which are equal on all ranks, by name. Local."""
+        """Return weights that are equal on all ranks, by name. Local."""
         if self.engine.placements.weights.sharded:
             return []
         return list(self.engine.named.items())
@@ -82,7 +82,7 @@ class Holdings(Raw):
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
-        """True if ``start`` copies shards from host memory. Pure."""
+        """True if ``start`` copies shards from CPU memory. Pure."""
         return False
 
     @property
@@ -114,12 +114,12 @@ class Holdings(Raw):
         keep: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return full state by the raw method, in host memory. Collective."""
-        # If an exception ended a step on one rank, the ranks have shards of different steps.
+        """Return full state in CPU memory, by the raw method. Collective."""
+        # The title has the step count, so that ranks raise if an exception has set them apart.
         name, variable = self.engine.kind, "model"
         if optimizer is not None:
             name, variable = type(optimizer).__name__, "optimizer"
-        # If a rank calls it alone, this text is in the error of the other ranks.
+        # If one rank calls this alone, the other ranks' error shows this text.
         advice = "" if title else " (call it on every rank, not under an `if`)"
         title = title or f"{variable}.state_dict()"
         title = f"{title} of {name} after {self.engine.drift.progress}{advice}"
@@ -140,11 +140,11 @@ class Holdings(Raw):
     def _full_tensors(
         self, title: str, *, keep: bool = True
     ) -> tuple[dict[int, Tensor], dict[str, Any]]:
-        """Return full tensors by identity, and extra state. Collective."""
+        """Return full tensors by ``id``, and extra state. Collective."""
         self.prepare(writing=False)
         tensors = dict(self.module.named_buffers()) | _first_names(self.module)
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
-        # A pipeline has the extra state of a module on the module's stage.
+        # In a pipeline, only the rank of a module's stage has the module's extra state.
         if type(self).has is not Holdings.has:
             for name, value in self.values(None).items():
                 held.append((name, "extra", value))
@@ -184,7 +184,7 @@ class Holdings(Raw):
         """Return a full deep copy of the raw model. Collective if sharded."""
         extra: dict[str, Any] = {}
         if self.partial(None):
-            # If a rank calls it alone, this text is in the error of the other ranks.
+            # If one rank calls this alone, the other ranks' error shows this text.
             title = "copy.deepcopy(model) or pickle (call it on every rank, not under an `if`)"
             with Waiting(self.engine.process, title):
                 full, extra = self._full_tensors(title)
@@ -206,7 +206,7 @@ class Holdings(Raw):
     def _load_model(self, args: Args, kwargs: Kwargs) -> Any:
         if kwargs.get("assign"):
             raise BackendError(
-                "load_state_dict(assign=True) would replace shards. Leave out assign."
+                "load_state_dict(assign=True) would replace shards. Remove assign=True."
             )
         self.prepare(writing=True)
         tensors = _first_names(self.module)
@@ -226,7 +226,7 @@ class Holdings(Raw):
                 if hasattr(value, "full_tensor"):
                     value = value.full_tensor()
                 shard.fill(value)
-                # Autograd may have saved the parameter, which may not share the shard's memory.
+                # Autograd may not notice the write, because the shard may have its own memory.
                 torch.autograd.graph.increment_version(tensor)
             self.filled()
 
@@ -243,7 +243,7 @@ class Holdings(Raw):
             for number, p in zip(group["params"], parameters, strict=False):
                 if number in state:
                     full[names[id(p)]] = state.pop(number)
-        # torch checks and loads the groups, and keeps the state of other parameters.
+        # torch checks and loads the groups, and state that belongs to no parameter.
         with self.guard.opened():
             optimizer.load_state_dict({**state_dict, "state": state})
         self.take(optimizer, full)
@@ -251,19 +251,19 @@ class Holdings(Raw):
     @final
     @torch.no_grad()
     def take(self, optimizer: Optimizer, full: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Keep this rank's part of full state by name. Local."""
+        """Keep this rank's shard of full state by name. Local."""
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             own = {}
             for key, value in full.get(entry.name, {}).items():
                 own[key] = self.own_part(entry, key, value, groups[entry.name])
-            # Parameters without loaded state keep theirs.
+            # A parameter without loaded state keeps its state, as in torch.
             if own:
                 optimizer.state[entry.parameter] = own
 
     @final
     def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
-        """Return this rank's part of a full value, with torch's dtype."""
+        """Return this rank's shard of a full value, with torch's dtype."""
         like = entry.parameter
 
         def shard(tensor: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ class Holdings(Raw):
 
     @final
     def drop_others(self, optimizer: Optimizer) -> None:
-        """Drop the state of parameters of other ranks. Local."""
+        """Drop the state that belongs to other ranks. Local."""
         kept = {id(entry.parameter) for entry in self.entries(optimizer)}
         for p in parameters_of(optimizer):
             if id(p) not in kept:
@@ -329,7 +329,7 @@ class Holdings(Raw):
 
     @final
     def synchronize(self, source: int = 0) -> None:
-        """Copy a rank's weights and buffers to all. Collective."""
+        """Broadcast a rank's weights and buffers. Collective."""
         engine = self.engine
         if not engine.distributed:
             return

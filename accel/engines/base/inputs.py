@@ -1,4 +1,4 @@
-"""A check of equal inputs for ranks with a common forward."""
+"""A check that ranks with a common forward get equal inputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .raw_objects import Args, Kwargs
 
 R = TypeVar("R")
 
-#: Of the forward, and of each method.
+#: The number of calls to compare, of the forward and of each method.
 _FIRST_CALLS: Final = 4
-_ADVICE: Final = "use the loader from accel.setup, or accel.data_parallel_place(model)."
+_ADVICE: Final = "Use the loader from accel.setup, or accel.data_parallel_place(model)."
 
 
 @final
@@ -34,10 +34,10 @@ class SameInputs:
         if self._calls[method] > _FIRST_CALLS:
             return run()
         tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
-        # A method without inputs may be called on one rank.
+        # A method without inputs may be called on one rank only, so it must not communicate.
         if not tensors:
             return run()
-        # A forward may write to its inputs.
+        # Before the call, because a forward may write to its inputs.
         sums, shapes = sums_of(tensors), str([tuple(t.shape) for t in tensors])
         out = run()
         what = f"the method {method}" if method else "a forward"
@@ -49,10 +49,10 @@ class SameInputs:
             first, expected = firsts.setdefault(place, (rank, shapes))
             if shapes != expected:
                 found = f"{expected} on rank {first}, {shapes} on rank {rank}"
-                raise RankMismatchError(f"{title} got different inputs ({found}): {_ADVICE}")
+                raise RankMismatchError(f"{title} got different inputs ({found}). {_ADVICE}")
             values[place][rank] = read
         for of_place in values.values():
             difference = find_difference(of_place)
             if difference:
-                raise RankMismatchError(f"{title}: {difference}: {_ADVICE}")
+                raise RankMismatchError(f"{title}: {difference}. {_ADVICE}")
         return out

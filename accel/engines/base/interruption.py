@@ -18,7 +18,7 @@ class Interruption:
         """Raise BackendError if gradients are incomplete."""
         if self.incomplete:
             raise BackendError(
-                "The gradients are incomplete, because an exception ended "
-                "a backward. Call optimizer.zero_grad(), then run forward "
+                "The gradients are incomplete, because an exception interrupted "
+                "backward(). Call optimizer.zero_grad(), then run forward "
                 "and backward again."
             )

@@ -1,4 +1,4 @@
-"""Sizes of a model's tensors, and the bytes of them on each rank."""
+"""Sizes of a model's tensors, and their bytes on each rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TensorSize:
         return math.prod(self.shape)
 
     def use(self, weights: float = 1, gradients: float = 1, state: float = 1) -> MemoryUse:
-        """Return the bytes on a rank with these fractions."""
+        """Return the bytes on a rank that holds these fractions."""
         nbytes = self.numel * self.itemsize
         if self.is_buffer:
             return MemoryUse(buffers=nbytes)

@@ -32,10 +32,10 @@ class Options:
     leading: ClassVar[str] = ""
     #: Options that the contract tests run too.
     variants: ClassVar[tuple[Options, ...]] = ()
-    #: Options with which training differs from one process, as with weights that are averaged every
-    #: few steps. The contract tests check that the ranks agree.
+    #: Options that train differently from a single process, such as PowerSGD's compression. The
+    #: contract tests only check that ranks agree.
     approximate: ClassVar[tuple[Options, ...]] = ()
-    #: Options that a memory report shows beside these on several ranks.
+    #: Options that a memory report also shows if there are several ranks.
     shown: ClassVar[tuple[Options, ...]] = ()
 
     @final
@@ -68,19 +68,19 @@ class Options:
         """Raise BackendError for an option, unless it is valid."""
         if not valid:
             kind, value = type(self).__name__, getattr(self, name)
-            raise BackendError(f"{kind}({name}={value!r}): expected {expected}")
+            raise BackendError(f"{kind}({name}={value!r}) is invalid. Use {expected}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOptions(Options):
-    """Options of backends with the model's own forward.
+    """Options of backends that run the model's own forward.
 
     Args:
         activation_checkpointing: keep only the inputs of blocks, and
-            compute their activations again in backward. True selects the
-            blocks that repeat in a ModuleList or Sequential and have
-            submodules (with ``wrap``: the blocks that it selects). A tuple
-            of classes selects the modules of these classes.
+            recompute their activations in backward. True selects repeated
+            blocks of a ModuleList or Sequential if they have submodules, or
+            the blocks that ``wrap`` selects. A tuple selects the modules of
+            these classes.
     """
 
     activation_checkpointing: bool | tuple[type[nn.Module], ...] = dataclasses.field(
@@ -90,14 +90,14 @@ class LayerOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOptions(LayerOptions):
-    """Options of backends with averaged gradients and whole layers.
+    """Options of backends that average gradients over ranks.
 
     Args:
         sequence_parallel: the number of neighboring ranks that share each
             sequence (``accel.shard_sequence``). They read the same batch
             and exchange attention heads.
-        auto_refresh: before each forward, look for a change of
-            ``requires_grad`` and compare it over the ranks.
+        auto_refresh: check for changes to ``requires_grad`` before each
+            forward, and compare them across ranks.
     """
 
     sequence_parallel: int = 1

@@ -1,9 +1,9 @@
-"""This rank's parts of parameters in ``param_groups`` during a step.
+"""This rank's local shards in ``param_groups`` during a step.
 
-The user's optimizer steps plain tensors, which can be several times as fast
-as a step on a library's sharded tensors. The parts are in the groups from
-the last pre-hook of a step to its first post-hook. So the user's hooks and
-closures find the parameters.
+The user's optimizer steps plain tensors, which can be several times faster
+than a step on a library's sharded tensors. The local shards are in the
+groups from the last pre-hook of a step to its first post-hook, so the
+user's hooks and closures see the parameters.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ...shard import parameters_of
 from .absent import as_plain
 from .raw_objects import Args, Kwargs, Override, move_hook
 
-#: Optimizers of each element by itself, so a part is stepped as in the full parameter.
+#: Optimizers that update each element independently, so they can step a local shard.
 _ELEMENTWISE: Final = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD),
     *(optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
 )
-#: A subclass may override these methods.
+#: Methods that a subclass may override. A different ``step`` is detected separately.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
 
 def elementwise(optimizer: Optimizer) -> bool:
-    """True if the step is of an elementwise optimizer of torch."""
+    """True if the optimizer steps as an elementwise optimizer of torch."""
     step: Any = type(optimizer).step
     overridden: set[str] = set()
     for kind in type(optimizer).__mro__:
         if kind in _ELEMENTWISE:
-            # schedulefree's AdamW has a step of its own.
+            # schedulefree's AdamW is a subclass with its own step.
             own = vars(kind).keys() | vars(Optimizer).keys()
             is_same = inspect.unwrap(step) is inspect.unwrap(kind.step)
             return is_same and overridden.isdisjoint(own)
@@ -49,15 +49,15 @@ def elementwise(optimizer: Optimizer) -> bool:
 
 
 class PartsInGroups:
-    """Puts this rank's parts into an optimizer's groups in a step. Local.
+    """Puts local shards into an optimizer's groups during a step. Local.
 
-    ``parts_of`` returns the parts of a group's parameters on this rank. ``close``
-    gives the optimizer back to its user. It is not kept alive.
+    ``parts_of`` returns the local shards of a group's parameters. ``close``
+    restores the optimizer, which is referenced weakly.
     """
 
     def __init__(self, optimizer: Optimizer, parts_of: Callable[[list[Any]], list[Any]]) -> None:
         self._parts_of = parts_of
-        #: The groups of the step that runs, with their lists of parameters.
+        #: The groups of the running step, with their original lists of parameters.
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []
         self._reference = weakref.ref(optimizer)
         self._before = optimizer.register_step_pre_hook(self._begin_step)
@@ -75,30 +75,30 @@ class PartsInGroups:
     def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        # The user's pre-hooks run before, and may edit ``p.grad``.
+        # Run after the user's pre-hooks, which may edit ``p.grad``.
         move_hook(self._before, last=True)
         try:
             return original(*args, **kwargs)
         finally:
-            # A step that raised has run no post-hook.
+            # If the step raised, its post-hook didn't run.
             self.take_out()
 
     def put_in(self, optimizer: Optimizer) -> None:
-        """Replace the parameters in the groups by this rank's parts."""
-        # DeepSpeed's engine may have put them in before the step.
+        """Replace the parameters in the groups by local shards."""
+        # DeepSpeed's engine may have put shards in before the step.
         self.take_out()
         for group in optimizer.param_groups:
             self._groups.append((group, group["params"]))
             group["params"] = self._parts_of(group["params"])
 
     def take_out(self) -> None:
-        """Put the lists of parameters back. Harmless outside of a step."""
+        """Put the lists of parameters back. Harmless outside a step."""
         for group, parameters in self._groups:
             group["params"] = parameters
         self._groups.clear()
 
     def _begin_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-        # A compiled step works on the parameters themselves.
+        # A compiled step updates the parameters directly.
         if torch.compiler.is_compiling():
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -107,7 +107,7 @@ class PartsInGroups:
             return None
 
         def closure_with_parameters() -> Any:
-            # An optimizer may call the closure several times.
+            # The closure must see parameters. An optimizer may call it several times.
             self.take_out()
             loss = closure()
             self.put_in(optimizer)
@@ -121,7 +121,7 @@ class PartsInGroups:
             self.take_out()
 
 
-# -- parts of DTensors -----------------------------------------------------------------------------
+# -- local shards of DTensors ----------------------------------------------------------------------
 
 _LOCAL: Final = operator.attrgetter("_local_tensor")
 _State = defaultdict[Any, Any]
@@ -133,7 +133,7 @@ def local_of(value: Any) -> Any:
 
 
 def parts_of(tensors: Sequence[Any]) -> list[Any]:
-    """Return ``local_of`` of each."""
+    """Return ``local_of`` for each tensor."""
     try:
         return list(map(_LOCAL, tensors))
     except AttributeError:
@@ -143,13 +143,13 @@ def parts_of(tensors: Sequence[Any]) -> list[Any]:
 
 @final
 class LocalSteps(PartsInGroups):
-    """Steps on local tensors, after ``stepping`` with their DTensors."""
+    """Steps local tensors. First calls ``stepping`` with DTensors."""
 
     def __init__(self, optimizer: Optimizer, stepping: Callable[[list[Tensor]], None]) -> None:
         super().__init__(optimizer, parts_of)
         self._stepping = stepping
-        #: Of the step that runs: the local tensors with gradients, the user's state, and the
-        #: values in its place.
+        #: During a step: the local tensors with gradients, the user's state, and the local values
+        #: that replace the user's.
         self._stepped: list[Tensor] = []
         self._state: Any = None
         self._given: list[Any] = []
@@ -168,7 +168,7 @@ class LocalSteps(PartsInGroups):
         self._stepping(written)
         local: _State = defaultdict(dict)
         for p, values in optimizer.state.items():
-            # `local_of` of each value would be slow.
+            # A call of `local_of` for every value would be slow.
             kind = type(p)
             local[local_of(p)] = {
                 key: local_of(value) if type(value) is kind else value
@@ -193,7 +193,7 @@ class LocalSteps(PartsInGroups):
         self._stepped.clear()
 
     def _adopt_state(self, parameters: Sequence[Any], local: _State, state: _State) -> None:
-        """Take new and replaced values of the step."""
+        """Copy the step's new values into ``state``."""
         by_part: dict[int, Any] = {}
         for p in [*state, *parameters]:
             by_part[id(local_of(p))] = p
@@ -219,12 +219,12 @@ def _local_gradient(gradient: Any, parameter: Any) -> Tensor:
     mine, spec = _spec_of(gradient), _spec_of(parameter)
     if mine is spec or mine == spec:
         return local_of(gradient)  # type: ignore[no-any-return]
-    # A program has assigned a full tensor to p.grad.
+    # The loop has assigned a full tensor to p.grad.
     return here(torch.empty_like(parameter).copy_(gradient))
 
 
 def _like(parameter: Any, value: Any) -> Any:
-    """Return a value of state, as a DTensor if it has the local shape."""
+    """Return a state value, as a DTensor if it has the local shape."""
     spec = _spec_of(parameter)
     if spec is None or not isinstance(value, Tensor):
         return value

@@ -1,4 +1,4 @@
-"""How an engine's tensors lie on the ranks."""
+"""How an engine distributes tensors over ranks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 
 class Placement(enum.Enum):
-    """How weights, gradients or optimizer state lie on the ranks."""
+    """How ranks hold weights, gradients or optimizer state."""
 
     #: Every rank holds all tensors, and before each step they are equal on all ranks.
     REPLICATED = enum.auto()
     #: A rank holds the full tensor of a parameter, or nothing.
     BY_PARAMETER = enum.auto()
-    #: A rank holds a range or a box of each tensor.
+    #: A rank holds a range or a box of elements of each tensor.
     BY_ELEMENT = enum.auto()
 
     @property
     def sharded(self) -> bool:
-        """True if a rank may lack something."""
+        """True if a rank may lack elements."""
         return self is not Placement.REPLICATED
 
 
@@ -26,9 +26,9 @@ class Placement(enum.Enum):
 class Placements:
     """The placements of an engine, as its backend declares them."""
 
-    #: Outside of a forward.
+    #: Weights outside of a forward.
     weights: Placement = Placement.REPLICATED
-    #: Of final gradients, for a step or clipping.
+    #: Final gradients, for a step or clipping.
     gradients: Placement = Placement.REPLICATED
     optimizer_state: Placement = Placement.REPLICATED
 

@@ -1,8 +1,8 @@
 """The user's raw model and optimizers while an engine works on them.
 
-Stand-ins for its tensors while a full state is loaded or returned, methods
-of sharded objects, a record of a library's changes to a module, and copies
-of a module.
+This file has stand-ins for a module's tensors in ``state_dict`` and
+``load_state_dict``, overrides of sharded objects' methods, a record of a
+library's changes to a module, and copies of a module.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Kwargs = dict[str, Any]
 
 # -- stand-ins for a module's tensors --------------------------------------------------------------
 
-#: The table of hooks after ``load_state_dict``.
+#: The module's table of hooks to run after ``load_state_dict``.
 _POST_HOOKS: Final = "_load_state_dict_post_hooks"
 _FSDP: Final = "torch.distributed."
 #: A table of a module, a name in it, and the tensor.
 _Place = tuple[Any, str, Any]
-#: By ``id(tensor)``.
+#: The replacement of each tensor, by ``id(tensor)``.
 StandIns = Mapping[int, Tensor]
 
 
@@ -50,8 +50,8 @@ def in_place_of(
 ) -> Iterator[None]:
     """Temporarily replace parameters and buffers.
 
-    While a state is loaded, the hooks after a module's load see the
-    module's own tensors again, and ``before_hooks`` is called before them.
+    During a load, a module's post-load hooks see the module's own tensors
+    again. ``before_hooks`` is called before these hooks.
     """
     places: dict[int, list[_Place]] = {}
     hooks: list[tuple[dict[str, Any], Any]] = []
@@ -74,7 +74,7 @@ def in_place_of(
             own_hooks = names[_POST_HOOKS]
             if before_hooks is not None and own_hooks:
                 hooks.append((names, own_hooks))
-                # Hooks of FSDP2 raise for replaced tensors.
+                # FSDP2's hooks would raise for replaced tensors.
                 users = [h for h in own_hooks.values() if not _is_from(h, _FSDP)]
                 chain = [loaded, *users] if users else []
                 names[_POST_HOOKS] = OrderedDict(enumerate(chain))
@@ -92,7 +92,7 @@ def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
         for name, tensor in list(table.items()):
             if id(tensor) in stand_ins:
                 places.append((table, name, tensor))
-                # The methods of DeepSpeed's table gather.
+                # dict's method, because the methods of DeepSpeed's table would gather weights.
                 dict.__setitem__(table, name, stand_ins[id(tensor)])
     return places
 
@@ -106,7 +106,7 @@ class Target(Absent, Tensor):
 
     @staticmethod
     def of(tensor: Tensor, shape: torch.Size | None) -> Target:
-        """Return a stand-in of full shape in an element's memory."""
+        """Return a stand-in of full shape that expands one element."""
         blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
         full = blank.expand(tensor.shape if shape is None else shape)
         target = full.as_subclass(Target)
@@ -139,12 +139,12 @@ class Target(Absent, Tensor):
 class Override:
     """A raw object's method, replaced by ``act(raw, original, *args)``.
 
-    ``remove`` undoes it. If it was wrapped since, it stays, and calls the original.
+    ``remove`` undoes it. If it was wrapped in the meantime, it stays and calls the original.
     """
 
     def __init__(self, raw: Any, name: str, act: Function) -> None:
         self._name = name
-        # A weak reference, so that the raw object is freed without the garbage collector.
+        # A weak reference, because a cycle would keep the raw object until a garbage collection.
         self._raw = reference = weakref.ref(raw)
         #: The program's own attribute, such as a scheduler's wrapper of ``step``.
         self._earlier = earlier = vars(raw).get(name)
@@ -179,16 +179,16 @@ def move_hook(handle: Any, *, last: bool) -> None:
     handle.hooks_dict_ref().move_to_end(handle.id, last=last)
 
 
-#: The methods of sharded raw objects. Optimizers lack the last.
+#: The methods to override on sharded raw objects. Optimizers don't have the last.
 _METHODS: Final = ("state_dict", "load_state_dict", "__getstate__", "__deepcopy__")
 
 
 @final
 class Guard:
-    """Overrides for ``state_dict`` and ``deepcopy``, which gather, and pickle.
+    """Overrides of a sharded object's methods for its state.
 
-    ``load_state_dict`` takes a full state. Objects without shards run their
-    own methods.
+    ``state_dict`` and ``deepcopy`` gather, ``load_state_dict`` takes a full
+    state, and pickle raises. Objects without shards run their own methods.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -197,14 +197,14 @@ class Guard:
         self._overrides: dict[int, list[Override]] = {}
 
     def watch(self, raw: nn.Module | Optimizer) -> None:
-        """Put the methods on a raw model or optimizer."""
+        """Override the methods of a raw model or optimizer."""
         self.release(raw)
         names = _METHODS if isinstance(raw, nn.Module) else _METHODS[:-1]
         acts = [functools.partial(self._call, name) for name in names]
         self._overrides[id(raw)] = list(map(Override, repeat(raw), names, acts))
 
     def release(self, raw: nn.Module | Optimizer) -> None:
-        """Remove the methods of a raw object."""
+        """Remove the overrides of a raw object."""
         for override in self._overrides.pop(id(raw), ()):
             override.remove()
 
@@ -231,7 +231,7 @@ class Guard:
                 return holdings.state_dict(optimizer, *args, **kwargs)
             if name == "load_state_dict":
                 return holdings.load_state_dict(optimizer, args, kwargs)
-        # A pickle of the raw object, or an optimizer that outlives its model.
+        # The program pickles the raw object, or the model of this optimizer is deleted.
         advice = f"accel.full_state_dict({'optimizer' if optimizer else 'model'})"
         raise OptimizerError(
             f"{type(raw).__name__} holds only this rank's shard of its state. "
@@ -269,16 +269,16 @@ def _remove(owner: Any, marks: Iterable[_Mark]) -> None:
 class Snapshot:
     """Classes, attributes and hooks before a library's changes.
 
-    The library may add attributes with the prefixes ``later`` at any time.
+    Attributes with a prefix in ``later`` always count as the library's.
     """
 
     def __init__(self, module: nn.Module, later: tuple[str, ...] = ()) -> None:
         self._module, self._later = module, later
-        #: By identity: the owner, its class, and its marks.
+        #: The owner, its class and its marks, by the owner's ``id``.
         self._before: dict[int, tuple[Any, type[Any], set[_Mark]]] = {}
         for owner in [*module.modules(), *module.parameters()]:
             self._before[id(owner)] = owner, type(owner), _marks(owner)
-        #: By identity: the marks of the library.
+        #: The library's marks, by the owner's ``id``.
         self._added: dict[int, set[_Mark]] = {}
 
     def changed(self) -> None:
@@ -311,7 +311,7 @@ class Snapshot:
                     hooks[number] = change(hook)
 
     def restore(self) -> None:
-        """Undo the library's changes, also after it failed half-way."""
+        """Undo the library's changes, even if it failed halfway."""
         if not self._added:
             self.changed()
         for owner, kind, _ in self._before.values():
@@ -332,7 +332,7 @@ class Snapshot:
 def as_author_made(
     module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
 ) -> Iterator[None]:
-    """Temporarily undo changes of accel and a library, except to tensors."""
+    """Temporarily undo accel's and a library's changes, except to tensors."""
     before: list[tuple[Any, type[Any], dict[str, Any]]] = []
     for part in module.modules():
         if not isinstance(part, torch.jit.ScriptModule):
@@ -343,7 +343,7 @@ def as_author_made(
             if snapshot is not None:
                 marks |= snapshot.added(part)
                 part.__class__ = snapshot.kind(part)
-            # Changed are copies of its tables. DeepSpeed's table of parameters is no plain dict.
+            # Change copies of the tables. DeepSpeed's table of parameters becomes a plain dict.
             for name in _HOOKS:
                 vars(part)[name] = vars(part)[name].copy()
             for name in ("_modules", "_parameters"):

@@ -1,4 +1,4 @@
-"""Errors for modules and optimizers outside the limits of a backend."""
+"""Errors for modules and optimizers that a backend can't support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import BackendError, OptimizerError
 
 
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:
-    """Raise OptimizerError for unknown parameters, by their identities."""
+    """Raise OptimizerError for parameters with an unknown ``id``."""
     for number, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             if id(p) not in known:
@@ -56,6 +56,6 @@ def refuse_overlaps(module: nn.Module, backend: str) -> None:
         if other != name:
             raise BackendError(
                 f"{other} and {name} are two Parameters with the same memory, "
-                f"which would train apart with backend={backend!r}. "
+                f"which backend={backend!r} would train separately. "
                 "Make them one: a.weight = b.weight."
             )

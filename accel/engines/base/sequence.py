@@ -41,7 +41,7 @@ _IGNORED: Final = -100
 
 
 def sequence_size(options: Any, process: Process) -> int:
-    """Return the number of ranks which share a sequence. Local."""
+    """Return the number of ranks that share a sequence. Local."""
     world_size = process.place.world_size
     size: int = getattr(options, "sequence_parallel", 1)
     if world_size == 1:
@@ -54,7 +54,7 @@ def sequence_size(options: Any, process: Process) -> int:
 
 
 def _tokens(batch: Any) -> Tensor | None:
-    """Return the tokens of a batch with transformers' names."""
+    """Return the tokens of a batch with transformers' keys, or None."""
     if not isinstance(batch, MutableMapping):
         return None
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -62,11 +62,11 @@ def _tokens(batch: Any) -> Tensor | None:
 
 
 def prepared(module: nn.Module, batch: Any) -> Any:
-    """Add positions and shifted labels to a batch of transformers."""
+    """Add positions and shifted labels to a transformers batch."""
     tokens = _tokens(batch)
     if tokens is None:
         return batch
-    # A model of transformers would number and shift its shard instead.
+    # Otherwise transformers would compute both from this rank's shard alone.
     batch = copy.copy(batch)
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" in parameters and batch.get("position_ids") is None:
@@ -82,7 +82,7 @@ def prepared(module: nn.Module, batch: Any) -> Any:
 
 @final
 class SequenceParallel:
-    """Cuts an engine's batches, and exchanges heads in attention."""
+    """Shards an engine's batches, and exchanges heads in attention."""
 
     def __init__(self, engine: Engine, size: int) -> None:
         self._engine, self.size = engine, size
@@ -92,7 +92,7 @@ class SequenceParallel:
         self.whole = False
         self.running = False
         self._same_inputs = SameInputs(f"{self.label} (accel.shard_sequence)", replica)
-        #: Lengths of the shards from ``shard``.
+        #: The lengths of all shards that ``shard`` has returned.
         self.lengths: set[int] = set()
         self._exchanges = 0
         self.patches = sequence_patches(engine.module, _attention, _cross_entropy)
@@ -100,19 +100,19 @@ class SequenceParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks which share a sequence. Collective at first."""
+        """The ranks that share a sequence. Collective on first access."""
         axes = {"sequence": self.size}
         replicas = self.process.place.world_size // self.size
         if replicas > 1:
             axes = {"data": replicas} | axes
         mesh = mesh_of(self.process, axes)
-        # By number, because a second start of the process groups changes the names.
+        # By index, because the names change if the process groups are started again.
         return mesh.get_group(mesh.ndim - 1)
 
     def shard(self, batch: Any, dim: int) -> Any:
         """Return this rank's shards along ``dim``. Collective."""
         self._same_inputs.call(lambda: None, (batch,), {})
-        # It is created here, because all ranks are here.
+        # Create the group here, because all ranks call this method.
         assert self.group is not None
         tokens = _tokens(batch) if dim == 1 else None
         tensors = all_tensors(batch if tokens is None else tokens)
@@ -140,7 +140,7 @@ class SequenceParallel:
         """Exchange heads in the attention of a forward or method."""
         mha, outer = torch.backends.mha, getattr(_now, "sequence", None)
         fast = mha.get_fastpath_enabled()
-        # The fast path of nn.TransformerEncoder calls no attention function of torch.
+        # The fast path of nn.TransformerEncoder bypasses scaled_dot_product_attention.
         mha.set_fastpath_enabled(fast and self.whole)
         _now.sequence = None if self.whole else self
         self._exchanges, self.running = 0, True
@@ -149,12 +149,12 @@ class SequenceParallel:
         finally:
             self.running, _now.sequence = False, outer
             mha.set_fastpath_enabled(fast)
-        # For example attn_implementation="eager" of transformers, or softmax(q @ k.mT) @ v.
+        # For example with attn_implementation="eager" in transformers, or softmax(q @ k.mT) @ v.
         is_forward = function is self._engine.entry
         if is_forward and not self.whole and not self._exchanges:
             raise BackendError(
-                f"{self.label} called no scaled_dot_product_attention, so shards "
-                "of a sequence saw only themselves. Use "
+                f"{self.label} called no scaled_dot_product_attention, so tokens "
+                "only attended to their own shard. Use "
                 "attn_implementation='sdpa' or need_weights=False."
             )
 
@@ -170,7 +170,7 @@ class SequenceParallel:
                 "Call accel.shard_sequence(model, batch), or use "
                 "accel.whole_sequences(model)."
             )
-        # If there are fewer heads of keys than ranks, they are repeated.
+        # Repeat the heads of keys and values until the ranks can divide them evenly.
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
         if repeats > 1:
             key = key.repeat_interleave(repeats, 1)
@@ -193,7 +193,7 @@ class SequenceParallel:
             return mean_over(total, count.sum(), self.group, self.size)
 
     def swap(self, inward: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange shards of all heads for some heads, or back."""
+        """Exchange shards of all heads for sequences of some heads, or back."""
         before, after = (1, 2) if inward else (2, 1)
         shape = (self.size, -1)
         pieces = [t.unflatten(before, shape).movedim(before, 0) for t in tensors]
@@ -210,7 +210,7 @@ class SequenceParallel:
 
 
 def _drop_mask(batch: Any, tokens: Tensor) -> None:
-    """Remove an ``attention_mask`` without padding."""
+    """Remove an ``attention_mask`` that masks nothing."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
         return
@@ -241,10 +241,10 @@ _live: weakref.WeakSet[SequenceParallel] = weakref.WeakSet()
 
 
 def _current(length: int | None = None) -> SequenceParallel | None:
-    """Return the engine of a forward on shards."""
+    """Return the ``SequenceParallel`` of the running forward, or None."""
     sequence: SequenceParallel | None = getattr(_now, "sequence", None)
     if sequence is None and runs_backward() and not torch.compiler.is_compiling():
-        # Activation checkpointing computes a forward again, perhaps in a thread of autograd.
+        # Activation checkpointing recomputes a forward, perhaps in a thread of autograd.
         for sequence in _live:
             if length is None or length in sequence.lengths:
                 return sequence

@@ -29,9 +29,9 @@ _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
 def refuse_changes(engine: Engine) -> None:
-    """Raise if the process groups have ended, or for new parameters. Local."""
+    """Raise if process groups have ended or parameters changed. Local."""
     if engine.ended:
-        raise AccelError(f"{engine.label} can't go on: {engine.ended}")
+        raise AccelError(f"{engine.label} can't continue: {engine.ended}")
     gradients, module = engine.gradients, engine.module
     now = {(name, id(gradients.canonical(p))) for name, p in module.named_parameters()}
     changed = now ^ {(name, id(p)) for name, p in engine.named.items()}
@@ -50,7 +50,7 @@ def prepare(
 ) -> None:
     """Make gradients final before a step, or in a closure. Collective.
 
-    A plain backward is right if a GradScaler steps (``by_grad_scaler``).
+    ``by_grad_scaler`` allows gradients from a plain backward.
     """
     if engine.restructured:
         refuse_changes(engine)
@@ -66,7 +66,7 @@ def prepare(
     except RuntimeError as error:
         raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
-    # A device that waited for the other ranks has no sums.
+    # Raise if the groups ended meanwhile, because the device then has no valid sums.
     if engine.process.ended:
         current()
 
@@ -92,7 +92,7 @@ class Stepper:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-        # The user's hooks see final gradients and weights, also if they were registered before.
+        # The user's hooks see final gradients and weights, even if they were registered before.
         for hook in self._hooks:
             move_hook(hook, last=False)
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._loading))
@@ -120,14 +120,14 @@ class Stepper:
     # -- hooks of the optimizer --------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-        # A graph can't contain messages between ranks.
+        # A compiled graph can't contain communication between ranks.
         if torch.compiler.is_compiling():
             return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
             return None
-        drift = engine.drift  # without `count`, because every step comes here
-        # If the step raises, the weights stay between two steps, so no rank may save them.
+        drift = engine.drift  # `count` is inlined, because every step runs this
+        # Cleared after the step. If it raises, `progress` differs between ranks, and a save raises.
         drift.steps = drift.broken = drift.steps + 1
         if drift.steps >= drift.next:
             drift.check()
@@ -204,14 +204,14 @@ class Stepper:
                 )
             prepare(engine, optimizer, by_grad_scaler=True)
         except BaseException:
-            # GradScaler deletes them only after a step. The next step would take them for its own.
+            # GradScaler deletes these only after a step, so the next step would use stale values.
             del optimizer.grad_scale, optimizer.found_inf
             raise
-        # The optimizer unscales and skips by itself, without a synchronization.
+        # A fused optimizer unscales and skips by itself, without a synchronization.
         if self._fused:
             self._count(found_inf > 0)
             return
-        # Only now, because `before_step` of pipeline and DeepSpeed looks for them.
+        # Not earlier, because the pipeline's `before_step` looks for `found_inf`.
         optimizer.grad_scale = optimizer.found_inf = None
         gradients = gradients_of(optimizer)
         if scale is not None and gradients:
@@ -225,7 +225,7 @@ class Stepper:
         """Return the closure with final gradients and the mean of losses."""
         if engine.precision.scaled:
             raise PrecisionError(
-                "optimizer.step(closure) has no loss scaling. Use 'bf16-mixed' or '32-true'."
+                "optimizer.step(closure) can't use loss scaling. Use 'bf16-mixed' or '32-true'."
             )
 
         def global_closure() -> Any:
@@ -249,11 +249,11 @@ def _outside_graphs(hook: Function, *args: Any) -> Any:
 
 
 def refuse_steps(optimizer: Optimizer, reason: str) -> None:
-    """Make the steps of an optimizer raise, because a part of its state is lost."""
+    """Make the steps of an optimizer raise, because some of its state is lost."""
 
     def refuse(*_: object) -> None:
         raise OptimizerError(
-            f"This optimizer has lost a part of its state: {reason}. "
+            f"This optimizer has lost part of its state: {reason}. "
             "Build a new one, and load a checkpoint."
         )
 

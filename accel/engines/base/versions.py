@@ -14,7 +14,7 @@ logger = logging.getLogger("accel")
 
 #: The oldest and the newest tested version of torch by backend, "" for all others.
 _TORCH: Final = {"": ("2.11", "2.15"), "horovod": ("2.11", "2.13"), "xla": ("2.9", "2.9")}
-_TOO_NEW: Final = "backend=%r was tested with %s up to %s, and %s is installed"
+_TOO_NEW: Final = "backend=%r was tested with %s up to %s, but %s is installed"
 
 
 def check_torch(backend: str) -> None:

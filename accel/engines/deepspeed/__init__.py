@@ -38,12 +38,12 @@ class DeepSpeed(SequenceOptions):
 
     Args:
         stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the
-            weights as well. None takes the stage of the configuration, or 2.
+            weights as well. None: the stage of the configuration, or 2.
         offload_optimizer: keep the weights that the optimizer updates, their
             gradients and its state in CPU memory.
         offload_parameters: keep the shards of the weights in CPU memory (stage 3).
         config: a DeepSpeed configuration, or the path of a JSON file. A key that
-            contradicts a raw loop raises an error.
+            conflicts with a plain PyTorch loop raises an error.
     """
 
     stage: int | None = None
@@ -66,7 +66,7 @@ class ZeROGradients(Gradients):
     engine: DeepSpeedEngine
 
     def holders(self) -> Sequence[Any]:
-        """The fragments too. Stages 2 and 3 reduce while backward runs."""
+        """Return fragments too. Stages 2 and 3 reduce during backward."""
         parameters = self.engine.parameters
         return [*parameters, *self.engine.weights_of(parameters)]
 
@@ -93,13 +93,13 @@ class ZeROGradients(Gradients):
             zero.interruption.refuse()
             if self.pending():
                 zero.flush()
-                # A method, or the raw module, may have changed them.
+                # A method of the model, or the raw module, may have changed buffers.
                 self.buffers.synchronize()
         if optimizer is None:
             return
         self._clip()
         if zero is not None:
-            # The user's hooks before a step edit the gradients of fragments.
+            # Now, because the user's pre-step hooks must see and edit the fragments' gradients.
             self.engine.steps[id(optimizer)].put_in(optimizer)
 
     def _average(self) -> None:
@@ -144,7 +144,7 @@ class ZeROGradients(Gradients):
 
 @final
 class DeepSpeedEngine(Engine):
-    """A model which DeepSpeed shards at stage 3 or with an optimizer."""
+    """Shards a model with DeepSpeed, at stage 3 or for an optimizer."""
 
     name = "deepspeed"
     options_type = DeepSpeed
@@ -163,7 +163,7 @@ class DeepSpeedEngine(Engine):
             self.placements = replace(self.placements, weights=Placement.BY_ELEMENT)
         super().__init__(module, entry, context)
         self.zero: Partitions | None = None
-        #: By identity of the optimizer, with fragments in its groups in a step.
+        #: Puts fragments into an optimizer's groups during a step, by the optimizer's ``id``.
         self.steps: dict[int, PartsInGroups] = {}
         self._zero_grads: dict[int, Override] = {}
 
@@ -198,7 +198,7 @@ class DeepSpeedEngine(Engine):
                     "DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. "
                     "Use model.compile(), or stage=2."
                 )
-        # A GAN in one ModuleDict calls model.critic.zero_grad().
+        # A loop may call zero_grad() of a submodule, such as model.critic of a GAN.
         for module in self.module.modules():
             self.undo.callback(watch_zero_grad(self, module).remove)
 
@@ -246,13 +246,13 @@ class DeepSpeedEngine(Engine):
         return [fragment.weights for fragment in fragments]
 
     def indices(self, raw: nn.Module | Optimizer) -> list[int]:
-        """Return the numbers of the parameters of a module or optimizer."""
+        """Return the indices of a module's or optimizer's parameters."""
         numbers = {} if self.zero is None else self.zero.numbers
         parameters = raw.parameters() if isinstance(raw, nn.Module) else parameters_of(raw)
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        # Its start may have failed.
+        # If DeepSpeed's start failed, there are no shards to gather.
         zero = self.zero if hasattr(self.zero, "zero") else None
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)

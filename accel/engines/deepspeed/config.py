@@ -1,4 +1,4 @@
-"""The user's DeepSpeed configuration, and DeepSpeed's own."""
+"""The user's DeepSpeed configuration, and accel's for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...errors import BackendError, OptimizerError, PrecisionError
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.parts import elementwise
 
-#: Sections that DeepSpeed gets as they are.
+#: Sections that accel passes to DeepSpeed unchanged.
 _PASSED: Final = {"activation_checkpointing", "comms_logger", "communication_data_type"}
 #: Keys that accel reads itself, or that a raw loop doesn't need.
 _READ: Final = {
     *("bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"),
     *("steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"),
 }
-#: Keys that raise, and what to do instead. Unknown keys raise too.
+#: Keys that raise an error, with its advice. Unknown keys raise one too.
 _REFUSED: Final = {
     "amp": "Use precision='16-mixed'.",
     "fp16": "Use precision='bf16-mixed' or '16-mixed'.",
@@ -36,10 +36,10 @@ _REFUSED: Final = {
     "mics_shard_size": "Use zero_hpz_partition_size.",
     "zenflow": "Remove it, because your optimizer runs the step.",
 }
-#: Elements of a bucket. DeepSpeed allocates all of its 5e8.
+#: The most elements in a bucket. DeepSpeed would allocate its default of 5e8 at once.
 _BUCKET: Final = 200_000_000
-#: DeepSpeed's optimizers that treat each element alone. FusedAdam counts steps
-#: per group, which differ on ranks that lack some parameters.
+#: DeepSpeed's elementwise optimizers. FusedAdam is missing, because it counts steps per group.
+#: These counts would differ on ranks without fragments of some parameters.
 _ELEMENTWISE: Final = {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"}
 
 
@@ -48,7 +48,7 @@ def _refuse(key: str, value: Any, advice: str) -> NoReturn:
 
 
 def _is_off(value: Any) -> bool:
-    """True if a value asks for nothing. "auto" leaves it to accel."""
+    """True if a value has no effect. "auto" leaves it to accel."""
     if isinstance(value, Mapping):
         return not value or _is_off(value.get("enabled", True))
     return value is None or value is False or value == "auto"
@@ -66,14 +66,14 @@ class Configuration:
         self._zero = {k: v for k, v in zero.items() if v not in (None, "auto")}
         self.stage: int = self._zero.get("stage", options.stage or 2)
         if options.stage not in (None, self.stage):
-            _refuse("zero_optimization.stage", self.stage, f"Or remove stage={options.stage}.")
+            _refuse("zero_optimization.stage", self.stage, f"Remove stage={options.stage}.")
         if self.stage not in (1, 2, 3):
             _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp'.")
-        #: The weights that the optimizer updates are in CPU memory.
+        #: True if the weights that the optimizer updates are in CPU memory.
         self.offload_optimizer = self._offloads("offload_optimizer") or options.offload_optimizer
-        #: The shards of the model's weights are in CPU memory.
+        #: True if the shards of the model's weights are in CPU memory.
         self._offload_param = self._offloads("offload_param") or options.offload_parameters
-        #: The optimizer updates fp32 copies of bfloat16 weights.
+        #: True if the optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(config.get("bf16"))
         clipping: Any = config.get("gradient_clipping")
         #: The norm to which every step clips. 0: no clipping.
@@ -87,7 +87,7 @@ class Configuration:
         return bool(device == "cpu")
 
     def check(self, world_size: int) -> None:
-        """Raise BackendError for keys which contradict the loop."""
+        """Raise BackendError for keys that conflict with the loop."""
         known = _PASSED | _READ | self._zero.keys() - _REFUSED.keys()
         for key, value in {**self._config, **self._zero}.items():
             is_one = key == "gradient_accumulation_steps" and value == 1
@@ -124,12 +124,12 @@ class Configuration:
 
     def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
         """Return the bytes on each rank (arXiv 1910.02054)."""
-        # Stage 1 also keeps only its shards of reduced gradients. Stage 3 keeps small weights in
-        # full too, and a bucket for gradients.
+        # At every stage, a rank keeps only shards of reduced gradients. Stage 3 also keeps small
+        # weights in full, and a bucket for gradients.
         shards_weights = self.stage == 3 and world_size > 1
         small = int(self._zero.get("stage3_param_persistence_threshold", 100_000))
         share = 1 / world_size
-        # Of fp32, like the masters.
+        # With fp32 masters, gradients are in fp32 too, twice the bytes of bfloat16.
         gradients = min(1.0, 2 * share) if self.masters else share
         uses: list[MemoryUse] = []
         full = bucket = 0
@@ -150,7 +150,7 @@ class Configuration:
     def complete(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
         """Return the configuration for ``deepspeed.initialize``."""
         numel, dtype = 0, torch.float32
-        # DeepSpeed shards weights of a single dtype. A frozen base may have another.
+        # DeepSpeed shards weights of a single dtype. Trainable weights come last and decide it.
         for p in sorted(parameters, key=lambda p: p.requires_grad):
             numel += p.numel()
             if p.is_floating_point():
@@ -158,7 +158,7 @@ class Configuration:
         size = min(_BUCKET, numel + numel % 2)
         sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
         zero: dict[str, Any] = {**sizes, **self._zero, "stage": self.stage}
-        # The user's optimizer steps accel's fragments.
+        # accel offloads the optimizer's state itself, because the user's optimizer does the step.
         zero.pop("offload_optimizer", None)
         if self._offload_param:
             offload = self._zero.get("offload_param", {})
@@ -178,13 +178,13 @@ class Configuration:
         if dtype in (torch.bfloat16, torch.float16):
             name = "bf16" if dtype is torch.bfloat16 else "fp16"
             config["data_types"] = {"grad_accum_dtype": name}
-            # Its own fp16 would scale the loss.
+            # DeepSpeed's own fp16 mode would scale the loss, so it stays off for float16.
             config["bf16"] = {"enabled": name == "bf16"}
         return config
 
 
 def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
-    """Raise BackendError for weights which DeepSpeed can't shard."""
+    """Raise BackendError for weights that DeepSpeed can't shard."""
     first: tuple[str, torch.dtype] | None = None
     for name, p in named.items():
         dtype = p.dtype
@@ -198,5 +198,5 @@ def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
         if first[1] is not dtype:
             raise BackendError(
                 "DeepSpeed needs one dtype for all weights, but "
-                f"{first[0]} is {first[1]}, {name} is {dtype}. Convert one."
+                f"{first[0]} is {first[1]} and {name} is {dtype}. Convert one."
             )

@@ -20,7 +20,7 @@ class Flat(Partitions):
     def arrange(self) -> None:
         zero = self.zero
         self.snapshot.changed()
-        #: The group and the place in the flat memory of each parameter.
+        #: DeepSpeed's group of each parameter, and the parameter's view of the flat memory.
         self._groups: dict[int, int] = {}
         self._places: dict[int, Tensor] = {}
         for number, parameters in enumerate(zero.round_robin_bit16_groups):
@@ -38,7 +38,7 @@ class Flat(Partitions):
                     home = flat.narrow(0, start, numel)
                     self.own(index, start - offset, home)
                 p._hp_mapping = None
-            # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
+            # Free DeepSpeed's own fp32 copy of the weights. `_hp_mapping` had views of it.
             own_copy = zero.single_partition_of_fp32_groups[number]
             own_copy.data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
@@ -52,7 +52,7 @@ class Flat(Partitions):
             p.grad = torch.zeros_like(p)
         is_large = p.numel() > zero.reduce_bucket_size
         if self._stream is not None and is_large:
-            # DeepSpeed drops it before it has reduced it.
+            # DeepSpeed drops a large gradient before its stream has finished the reduction.
             p.grad.record_stream(self._stream)
         zero.setup_buckets()
         group = self._groups[index]
@@ -67,7 +67,7 @@ class Flat(Partitions):
 
     def finish(self) -> None:
         zero = self.zero
-        # A backward inside of this one may have freed the buckets' memory.
+        # A nested backward may have reduced the buckets already, and freed their memory.
         if any(bucket.params for bucket in zero.ipg_buckets.values()):
             zero.reduce_ipg_grads()
         self._wait_for_reductions()
@@ -88,7 +88,7 @@ class Flat(Partitions):
         self._free()
 
     def _free(self) -> None:
-        """Free the memory of the buckets. No gradient counts as reduced."""
+        """Free the buckets, and mark all gradients as not reduced."""
         reduced = self.zero.params_already_reduced
         reduced[:] = [False] * len(reduced)
         self.zero._release_ipg_buffers()
@@ -98,7 +98,7 @@ class Flat(Partitions):
             accelerator().current_stream().wait_stream(self._stream)
 
     def take_homes(self) -> None:
-        # A write in place reaches the home by itself, but p.data = average doesn't.
+        # An in-place write changes the flat memory directly, but p.data = average doesn't.
         for index, place in self._places.items():
             p = self.parameters[index]
             if p.data_ptr() != place.data_ptr():
@@ -117,7 +117,7 @@ class Flat(Partitions):
 
     def end(self, full: Sequence[Tensor]) -> None:
         super().end(full)
-        # DeepSpeed's objects hold the flat memory until a garbage collection.
+        # Otherwise DeepSpeed's objects keep the flat memory until a garbage collection.
         self._places.clear()
         self.zero.bit16_groups_flat.clear()
         self.zero.parallel_partitioned_bit16_groups.clear()

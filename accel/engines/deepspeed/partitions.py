@@ -1,7 +1,7 @@
 """A model sharded by DeepSpeed: a fragment of each parameter.
 
-DeepSpeed keeps memory and buckets, and gathers. This file keeps by parameter
-which gradients exist, so a frozen or unused parameter is left alone.
+DeepSpeed manages memory and buckets, and gathers. This file tracks for each
+parameter if it has a gradient, so a step skips frozen and unused parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fragment:
 
     start: int  # its first element
     home: Tensor  # the range in the model's own memory
-    #: For the optimizer: ``home``, or a copy of higher precision or in CPU memory.
+    #: The tensor that the optimizer updates: ``home``, or a copy in fp32 or in CPU memory.
     weights: Tensor
 
     def range_of(self, full: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Fragment:
 
     @torch.no_grad()
     def accumulate(self, gradient: Tensor) -> None:
-        """Add a reduced gradient. ``wait_for_copies`` ends its copy."""
+        """Add a reduced gradient. ``wait_for_copies`` waits for its copy."""
         weights, grad = self.weights, self.weights.grad
         if grad is None:
             weights.grad = gradient.to(weights, copy=True, non_blocking=True)
@@ -60,7 +60,7 @@ class Fragment:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors. Copies from CPU memory may run longer."""
+    """Copy many tensors. Copies from CPU memory may still run."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -84,39 +84,39 @@ class Partitions(ABC):
         self.parameters: list[Any] = engine.parameters
         self.shapes = [p.shape for p in self.parameters]
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
-        #: The parameters that get gradients.
+        #: The floating-point parameters, by index. Only these can get gradients.
         self.floating = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
         self.fragments: dict[int, Fragment] = {}
         self.masters = engine.configuration.masters
         self._offloads = engine.configuration.offload_optimizer
-        #: The optimizer updates copies of the homes: of fp32, or in CPU memory.
+        #: True if the optimizer updates copies of the homes, in fp32 or in CPU memory.
         self.copies = self.masters or self._offloads
-        #: Stages 2 and 3 reduce while backward runs, and stage 1 in ``flush``.
+        #: True if gradients are reduced during backward, not in ``flush`` as at stage 1.
         self.eager = engine.stage > 1
         self._hooks: list[RemovableHandle] = []
-        #: Parameters with gradients since the last ``flush``, in their order.
+        #: Parameters that got gradients since the last ``flush``, in order of arrival.
         self.arrivals: list[int] = []
-        #: Parameters whose gradients a step has used since ``zero_grad``.
+        #: Parameters with gradients that a step has used since ``zero_grad``.
         self.used: set[int] = set()
         self._warned = False
-        #: Autograd's numbers of the backwards that run, inside of each other.
+        #: Autograd's numbers for the running backwards, which may be nested.
         self.running: set[int] = set()
-        #: DeepSpeed still has the state of a forward or backward that raised.
+        #: True if DeepSpeed still has the state of a forward or backward that raised.
         self.stale = False
         self.interruption = Interruption()
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     def start(self, config: dict[str, Any]) -> None:
         """Let DeepSpeed shard the model. Collective."""
-        # A frozen base may have another dtype than the adapters of LoRA.
+        # LoRA's frozen base may have a different dtype than its adapters, so it gets its own group.
         groups: dict[bool, list[Any]] = {True: [], False: []}
         for p in self.floating.values():
             groups[p.requires_grad].append(p)
         trainable = [p.requires_grad for p in self.parameters]
         try:
             for p, shape in zip(self.parameters, self.shapes, strict=True):
-                # DeepSpeed can't send weights in other orders, such as channels_last,
-                # and no tensor without dimensions, such as CLIP's logit_scale.
+                # DeepSpeed can't communicate weights with other memory formats, such as
+                # channels_last, or without dimensions, such as CLIP's logit_scale.
                 in_order = p.is_contiguous() and shape
                 if not in_order or p.stride(-1) != 1:
                     row = row_of(p.data.contiguous())
@@ -127,7 +127,7 @@ class Partitions(ABC):
             self.zero = self.library.optimizer
             self.arrange()
             for index, p in self.floating.items():
-                # Weakly, because the garbage collector doesn't see autograd's hooks.
+                # A weak reference, because the garbage collector doesn't see autograd's hooks.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
         finally:
@@ -156,7 +156,7 @@ class Partitions(ABC):
         return self.fragments.get(self.numbers[id(parameter)])
 
     def announced(self, act: Function, what: str | Callable[..., str]) -> Function:
-        """Return a collective of DeepSpeed, which is announced first."""
+        """Return a DeepSpeed collective that announces itself first."""
         process, label = self.process, self.label
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -170,8 +170,8 @@ class Partitions(ABC):
 
     @plainly
     def arrived(self, index: int) -> None:
-        """Autograd has accumulated a gradient in ``p.grad``."""
-        # The loop froze it after the forward.
+        """Handle a new gradient that autograd put in ``p.grad``."""
+        # None if the loop froze the parameter after the forward.
         if self.parameters[index].grad is None:
             return
         self.arrivals.append(index)
@@ -180,8 +180,8 @@ class Partitions(ABC):
             self.take(index)
 
     def enter_backward(self) -> None:
-        """Note the backward that runs. Its end reduces the rest."""
-        # Reentrant checkpoints run other backward passes inside of it.
+        """Register the running backward. Its end reduces the rest."""
+        # Reentrant checkpoints run nested backwards, so there may be several.
         task = torch._C._current_graph_task_id()
         if task not in self.running:
             self.interruption.refuse()
@@ -195,7 +195,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def take(self, index: int) -> None:
-        """Put ``p.grad`` into a bucket, reduced when full. Collective."""
+        """Put ``p.grad`` into a bucket. Reduce it when full. Collective."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -203,13 +203,13 @@ class Partitions(ABC):
 
     @plainly
     def assigned(self) -> list[int]:
-        """Return the parameters with a ``p.grad`` from the program."""
+        """Return the parameters with a ``p.grad`` set by the program."""
         from_backward = set() if self.eager else set(self.arrivals)
         grads = enumerate([p.grad for p in self.parameters])
         return [i for i, grad in grads if grad is not None and i not in from_backward]
 
     def flush(self) -> None:
-        """Reduce ``p.grad`` of stage 1 or of the program. Collective."""
+        """Reduce ``p.grad`` of stage 1 or the program. Collective."""
         what = f"the gradients of a step ({self.label})"
         assigned = self.assigned()
         arrivals = self.arrivals if self.eager else []
@@ -220,12 +220,12 @@ class Partitions(ABC):
         for index in assigned:
             if index in self.fragments:
                 self.fragments[index].weights.grad = None
-        # for p in model.parameters(): p.grad = None
+        # The loop may drop gradients by p.grad = None, which doesn't reach the fragments.
         if not self._warned and not self.used.isdisjoint(self.arrivals):
             self._warned = True
             logger.warning(
-                "backend='deepspeed' adds new gradients to those of an earlier step, "
-                "which p.grad = None doesn't drop. Call optimizer.zero_grad() or "
+                "backend='deepspeed' adds new gradients to old ones, because "
+                "p.grad = None doesn't drop them. Call optimizer.zero_grad() or "
                 "model.zero_grad()."
             )
         indices = list(self.floating)
@@ -260,7 +260,7 @@ class Partitions(ABC):
         """Clear DeepSpeed's state after an exception. Local."""
         if runs_backward():  # checkpoints run forwards in a backward
             return
-        if self.running:  # their ends did not come
+        if self.running:  # an exception skipped their ends
             self.running.clear()
             self.stale = self.interruption.incomplete = True
         if not self.stale:
@@ -277,14 +277,14 @@ class Partitions(ABC):
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Take over the program's writes to the model's weights. Local."""
+        """Copy the program's writes to weights into fragments. Local."""
         self.take_homes()
         if not self.copies:
             return
         for fragment in self.fragments.values():
             weights = fragment.weights
             home = fragment.home.to(weights.device)
-            # The copy may have more digits.
+            # Keep the copy of an unchanged weight, because it may be more precise.
             unchanged = weights.to(home.dtype) == home
             weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
 
@@ -294,7 +294,7 @@ class Partitions(ABC):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give every rank the weights of a step. Collective."""
+        """Give every rank the updated weights. Collective."""
         if self.copies:
             fragments = self.fragments.values()
             copy_all([f.home for f in fragments], [f.weights for f in fragments])
@@ -307,7 +307,7 @@ class Partitions(ABC):
 
     @torch.no_grad()
     def end(self, full: Sequence[Tensor]) -> None:
-        """Give the module its own parameters back, with these values."""
+        """Give parameters their own memory back, with these values."""
         remove_hooks(self._hooks)
         end(self.library)
         self.snapshot.restore()

@@ -1,4 +1,4 @@
-"""Stage 3 of DeepSpeed: ranks own fragments of weights, and gather."""
+"""Stage 3 of DeepSpeed: ranks shard weights and gather them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .partitions import BUCKET, Partitions, copy_all
 
 
 def among_tensors(hook: Function) -> Function:
-    """Return DeepSpeed's hook for tensors in inputs or an output."""
-    # The hook itself fails at numbers, and finds no tensor in a dataclass.
+    """Adapt DeepSpeed's hook to tensors in nested containers."""
+    # DeepSpeed's hook fails for numbers, and finds no tensors in a dataclass.
 
     def call(module: Any, *values: Any) -> Any:
         tree = values[-1]
@@ -34,7 +34,7 @@ def among_tensors(hook: Function) -> Function:
         if isinstance(leaf, Tensor):  # the usual case
             changed = hook(module, *values[:-1], [leaf])
             return changed and (tuple(changed) if single else changed[0])
-        # Once each, because attention(x, x, x) computes differently with three tensors.
+        # Pass each tensor once, because attention(x, x, x) differs for three distinct tensors.
         tensors: dict[int, Tensor] = {}
         map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor), tree)
         changed = hook(module, *values[:-1], list(tensors.values()))
@@ -51,13 +51,13 @@ def _nothing(hook: Function) -> Function:
 
 
 def by_library(function: Function) -> Function:
-    """Return a function of DeepSpeed's, which finds plain tensors."""
+    """Return a DeepSpeed function that sees plain tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
-        # Training can't go on with tensors of inference mode.
+        # Training can't use tensors that were created in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
 
@@ -66,17 +66,17 @@ def by_library(function: Function) -> Function:
 
 @final
 class Stage3Weight(Absent, nn.Parameter):
-    """A weight of stage 3. Its use in a forward gathers the values."""
+    """A weight of stage 3. Using it in a forward gathers its values."""
 
     __slots__ = ()
     plain = FOR_AUTOGRAD
-    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its mark inside of ``GatheredParameters``.
+    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its attribute inside ``GatheredParameters``.
     available: Any
     by_user: str
 
     def is_here(self) -> bool:
-        """True if its values are here, and stay for the code around."""
-        # After a forward, unneeded values may still be here, but a backward finds them gone.
+        """True if its values are gathered and stay for the caller."""
+        # After a forward, values may still be gathered, but they are freed before backward.
         facts = self.__dict__
         if facts["ds_status"] is not self.available:
             return False
@@ -104,7 +104,7 @@ class Stage3Weight(Absent, nn.Parameter):
 
 
 def mark(weight: Any, name: str, stage3: Stage3) -> None:
-    """Give a weight its class and announce each gathering of it."""
+    """Change a weight's class, and announce its gathers."""
     home = library("deepspeed.runtime.zero.partition_parameters")
     Stage3Weight.available = home.ZeroParamStatus.AVAILABLE
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
@@ -112,7 +112,7 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     gather = stage3.announced(facts["all_gather"], f"the gathering of {name}")
 
     def release(param_list: Any = None, **options: Any) -> None:
-        # Small weights stay gathered, for a penalty outside of forward.
+        # Small weights stay gathered, so that a penalty outside a forward can use them.
         weights = param_list or [weight]
         partition([w for w in weights if not w.ds_persist], **options)
 
@@ -123,7 +123,7 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
         all_gather_coalesced=by_library(facts["all_gather_coalesced"]),
         partition=by_library(release),
     )
-    # It gathers, which hangs if one rank asks for a number to print.
+    # DeepSpeed's item() gathers, so it would hang if one rank prints a number.
     facts.pop("item", None)
     weight.__class__ = Stage3Weight
 
@@ -138,20 +138,20 @@ class Stage3(Partitions):
     """The parameters of a model at stage 3."""
 
     def arrange(self) -> None:
-        #: Forwards that run, inside of each other.
+        #: The number of running forwards, which may be nested.
         self._forwards = 0
-        #: Modules and their weights of other modules, by DeepSpeed's numbers.
+        #: Pairs of a module and a weight of another module that it uses, by DeepSpeed's ids.
         self._external: set[tuple[int, int]] = set()
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
-        #: Weights that are being gathered, with what to wait for.
+        #: The handles of unfinished gathers, by weight.
         self._inflight: Any = self.module.ds_inflight_param_registry
         for index, p in enumerate(self.parameters):
             shard, shape = p.ds_tensor, self.shapes[index]
             start = shard.ds_numel * p.ds_zero_partition_rank
-            # A scalar was shown with a dimension.
+            # `start` gave DeepSpeed scalars as one-dimensional tensors.
             p.ds_shape = shape
             numel = min(shard.ds_numel, shape.numel() - start)
-            # The last shards may be padding only.
+            # The last ranks' shards may be padding only.
             if numel > 0:
                 self.own(index, start, shard.data.narrow(0, 0, numel))
         self._take_over_gradients()
@@ -162,7 +162,7 @@ class Stage3(Partitions):
         for name, weight in zip(self.names, self.parameters, strict=True):
             mark(weight, name, self)
         self.snapshot.changed()
-        # If all weights are small, they stay gathered, and modules need nothing.
+        # If all weights are small, they stay gathered, and modules need no hooks.
         change = _nothing if all(p.ds_persist for p in self.parameters) else among_tensors
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, change)
@@ -172,7 +172,7 @@ class Stage3(Partitions):
         """Collect reduced gradients in the fragments."""
         zero = self.zero
         zero.partition_grads = self._collect
-        # The memory of its own gradients and master weights.
+        # Free the memory of DeepSpeed's own gradients and master weights.
         setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", {})
         zero.grad_partitions_flat_buffer = None
         zero.offload_optimizer = False
@@ -182,7 +182,7 @@ class Stage3(Partitions):
         setattr(zero, _REDUCE, self.announced(getattr(zero, _REDUCE), BUCKET))
 
     def _watch_modules(self) -> None:
-        """Announce gathers for modules, and notice backward passes."""
+        """Announce gathers for modules, and detect backwards."""
         offload, coordinator = self.zero.parameter_offload, self._coordinator
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
 
@@ -200,7 +200,7 @@ class Stage3(Partitions):
         for name in ("post_sub_module_forward_function", "post_sub_module_backward_function"):
             setattr(offload, name, by_library(getattr(offload, name)))
         coordinator.reset_step = by_library(coordinator.reset_step)
-        # DeepSpeed's cache would keep the coordinator and its model for good.
+        # DeepSpeed caches this method in a way that keeps the model alive forever.
         name = f"{OF_COORDINATOR}params_to_release"
         method = getattr(type(coordinator), name)
         cached = inspect.getclosurevars(method).nonlocals["func"]
@@ -219,20 +219,20 @@ class Stage3(Partitions):
             if fragment is not None:
                 fragment.accumulate(shard.reshape(-1)[: fragment.home.numel()])
             if stream is not None:
-                # DeepSpeed's stream still reads the memory, which backward has allocated.
+                # Backward allocated this memory on its own stream, and DeepSpeed's still reads it.
                 p.grad.record_stream(stream)
             p.grad = None
 
     @plainly
     def finish(self) -> None:
-        """Reduce the buckets, and release modules which no hook released."""
+        """Reduce the buckets, and release modules that no hook released."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
             getattr(zero, _REDUCE)(dtype)
         stream = zero.reduce_and_partition_stream
         if stream is not None:
             stream.synchronize()
-        # The backward around that of a reentrant checkpoint still needs its weights.
+        # When a reentrant checkpoint's backward ends, the outer backward still needs weights.
         if len(self.running) <= 1:
             zero.parameter_offload.release_backward_leftovers()
 
@@ -246,13 +246,13 @@ class Stage3(Partitions):
                 if name in vars(module):
                     setattr(module, name, 0)
         self._release_weights()
-        # Ranks may have come to different modules.
+        # Ranks may have been interrupted in different modules.
         self._forget_trace()
 
     @plainly
     def take_homes(self) -> None:
         homes, values = [], []
-        # DeepSpeed keeps small weights in full, and WGAN's clamping writes there.
+        # DeepSpeed keeps small weights in full, so WGAN's clamping writes to the full tensors.
         for weight in self.zero.persistent_parameters:
             fragment = self.fragment_of(weight)
             if fragment is not None and weight.ds_status is weight.available:
@@ -262,7 +262,7 @@ class Stage3(Partitions):
         self._order_gathers()
 
     def _order_gathers(self) -> None:
-        """Let DeepSpeed's stream for gathers wait for writes."""
+        """Let DeepSpeed's gather stream wait for writes."""
         stream = getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")
         if stream is not None:
             stream.wait_stream(accelerator().current_stream())
@@ -286,22 +286,22 @@ class Stage3(Partitions):
                 self._inflight.popitem()[1].wait()
 
     def _release_weights(self) -> None:
-        """Release all but the small weights, also during a gather."""
+        """Release all but small weights, even during a gather."""
         self._wait_for_gathers()
         for weight in self.parameters:
             states = type(weight.available)
-            # A gather ended half-way.
+            # An exception interrupted the gather.
             if weight.ds_status is states.INFLIGHT:
                 weight.ds_status = states.NOT_AVAILABLE
             weight.ds_active_sub_modules.clear()
             if weight.ds_status is weight.available:
                 weight.partition()
-            # The second copy of `zero_hpz_partition_size`, for backward.
+            # With `zero_hpz_partition_size`, DeepSpeed keeps a second shard for backward.
             weight.ds_secondary_tensor = None
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather another module's weight. False outside of a forward."""
+        """Gather another module's weight. False outside a forward."""
         if not self._forwards:
             return False
         module = self._stack[-1]
@@ -320,12 +320,12 @@ class Stage3(Partitions):
         return True
 
     def _forget_trace(self) -> None:
-        """Let DeepSpeed trace the model again, for unexpected weights."""
+        """Let DeepSpeed trace the model again, because gathers changed."""
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
     def call(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a forward or method, with gathers of other modules' weights."""
+        """Call a forward or method. Other modules' weights are gathered."""
         depth = len(self._stack)
         self._stack.append(self.module)
         self._forwards += 1
@@ -334,7 +334,7 @@ class Stage3(Partitions):
                 return function(*args, **kwargs)
             return self._call_method(function, args, kwargs)
         except BaseException:
-            # In a backward, activation checkpointing ends its forward by an exception.
+            # Activation checkpointing stops its recomputation with an exception in backward.
             self.stale |= not runs_backward()
             raise
         finally:
@@ -342,7 +342,7 @@ class Stage3(Partitions):
             del self._stack[depth:]
 
     def _call_method(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a method with DeepSpeed's hooks of a forward around it."""
+        """Call a method between DeepSpeed's forward hooks."""
         for hook in self.snapshot.hooks("_forward_pre_hooks"):
             changed = hook(self.module, args)
             args = args if changed is None else changed

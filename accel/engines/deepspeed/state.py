@@ -1,4 +1,4 @@
-"""Fragments of parameters and optimizer state, and full state from them."""
+"""Fragments of parameters and optimizer state, and their full state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 class DeepSpeedHoldings(Holdings):
-    """Fragments of parameters, or everything if ``engine.zero`` is None."""
+    """Fragments, or full parameters if ``engine.zero`` is None."""
 
     engine: DeepSpeedEngine
 
@@ -40,7 +40,7 @@ class DeepSpeedHoldings(Holdings):
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True for optimizers, and for a model with copies or shards."""
+        """True for optimizers, and for a model with masters or shards."""
         zero = self.engine.zero
         if zero is None:
             return False
@@ -59,7 +59,7 @@ class DeepSpeedHoldings(Holdings):
             return super().part(name, tensor, key)
         p, shape = self.engine.named[name], tuple(self.shapes[name])
         fragment = zero.fragment_of(p)
-        # Below stage 3, integers such as 4-bit weights are on every rank.
+        # Below stage 3, integer tensors such as 4-bit weights are full on every rank.
         if not key and (self.engine.stage == 3 or p.is_floating_point()):
             return fragment and flat_shard(name, shape, fragment.start, fragment.weights)
         is_step = key == "step" and tensor.numel() == 1
@@ -102,17 +102,17 @@ class DeepSpeedHoldings(Holdings):
                 held.append((engine.names[index], "grad", grad))
         full = self.gather("the end of a sharded model", held, device=cpu)
         zero.end([full.pop((name, "")) for name in named])
-        # Only now, when the fragments have made room on the device.
+        # Only now, because the end of the fragments has freed memory on the device.
         for name, p in named.items():
             p.data = p.data.to(device, dtypes[name])
             if (name, "grad") in full:
                 p.grad = full.pop((name, "grad")).to(p)
         for optimizer in optimizers:
-            # Nothing closes the stack, so for good.
+            # The stack is never closed, so the conversion is permanent.
             convert_optimizer(optimizer, contextlib.ExitStack())
 
     def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """Do it without the other ranks. Sharded weights are nan."""
+        """Restore without other ranks. Sharded weights become NaN."""
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
@@ -121,7 +121,7 @@ class DeepSpeedHoldings(Holdings):
 
 
 def watch_zero_grad(engine: DeepSpeedEngine, raw: nn.Module | Optimizer) -> Override:
-    """Let ``raw.zero_grad()`` drop the gradients of fragments too."""
+    """Let ``raw.zero_grad()`` also drop the fragments' gradients."""
 
     def zero_grad(owner: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = plainly(original)(*args, **kwargs)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP(SequenceOptions):
-    """Options of ``fsdp``. They are those of ``fully_shard`` if it has the name.
+    """Options of ``fsdp``. Names shared with ``fully_shard`` mean the same.
 
     Args:
         wrap: classes of modules to gather separately, or a function that
@@ -51,19 +51,19 @@ class FSDP(SequenceOptions):
             forward.
         cpu_offload: keep shards, their gradients and optimizer state in CPU
             memory.
-        replicas: HSDP: the number of copies of the model, each sharded over
+        replicas: the number of copies of the model (HSDP), each sharded over
             neighboring ranks. Gradients are averaged over the copies.
         tensor_parallel: the number of neighboring ranks that split each
-            planned layer. They compute on the same batches. The other ranks
-            shard what is left.
-        plan: styles of ``torch.distributed.tensor.parallel`` by the names
-            of modules. ``*`` stands for one component.
-        param_dtype: gather and compute in this dtype: torch.bfloat16.
+            planned layer. They compute on the same batches. All weights
+            are further sharded over the other ranks.
+        plan: styles of ``torch.distributed.tensor.parallel`` by module
+            name. ``*`` matches one component of a name.
+        param_dtype: gather and compute in this dtype, torch.bfloat16.
         reduce_dtype: reduce gradients in this dtype. None: float32 with
             ``param_dtype``, otherwise the dtype of the parameters.
     """
 
-    # The text of a function has an address, which differs between ranks.
+    # The repr of a function has an address, which differs between ranks.
     wrap: Choice = field(default=None, repr=False)
     reshard_after_forward: bool = True
     cpu_offload: bool = False
@@ -96,7 +96,7 @@ FSDP.shown = (FSDP(replicas=2),)
 
 @final
 class FSDPHoldings(Holdings):
-    """Each rank holds rows of each tensor."""
+    """Shards of state. Each rank holds rows of each tensor."""
 
     engine: FSDPEngine
     materializes = True
@@ -139,7 +139,7 @@ class FSDPHoldings(Holdings):
             group["params"][:] = map(canonical, group["params"])
         names, full = self.parameter_names, dict[str, dict[Any, Any]]()
         for p in list(optimizer.state):
-            # Some optimizers keep values under strings too.
+            # Some optimizers also store values under strings.
             if isinstance(p, Tensor):
                 name = names[id(canonical(p))]
                 full[name] = optimizer.state.pop(p)
@@ -159,7 +159,7 @@ class FSDPHoldings(Holdings):
 
 @final
 class FSDPGradients(Gradients):
-    """Gradients reduced in every backward, inside ``no_sync`` too."""
+    """Gradients reduced in every backward, even inside ``no_sync``."""
 
     reduced = before_any_step = True
     engine: FSDPEngine
@@ -169,11 +169,11 @@ class FSDPGradients(Gradients):
         self._interruption = Interruption()
         #: Parameters that every rank holds, because FSDP2 doesn't shard them, by name.
         self._replicated: dict[str, nn.Parameter] = {}
-        #: The identities of shards that a different rank counts in a norm.
+        #: The ``id`` of each shard that a different rank counts in a norm.
         self._uncounted: set[int] = set()
 
     def start(self, mesh: Mesh) -> None:
-        """Prepare for shards in the parameters' places."""
+        """Record the parameters that ranks replicate."""
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
             if len(copies) == len(mesh.sizes):
@@ -187,13 +187,13 @@ class FSDPGradients(Gradients):
         return self.engine.conversion.known.get(id(parameter), parameter)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of other models, and replace the rest."""
+        """Raise for unknown parameters, and replace the others."""
         super().check(optimizer)
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer)
 
     def leaf(self, parameter: Any) -> Any:
-        # VQGAN asks autograd for the gradient of its last layer.
+        # VQGAN calls torch.autograd.grad for its last layer. The graph has the gathered tensor.
         shard = self.canonical(parameter)
         return self.engine.conversion.gathered.get(id(shard), parameter)
 
@@ -201,11 +201,11 @@ class FSDPGradients(Gradients):
         super().backward_begins()
         if self._interruption.incomplete:
             gradients = self.engine.holdings.gradients()
-            # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
+            # Zeros count as dropped, because zero_grad(set_to_none=False) writes them.
             self._interruption.incomplete = any(bool(here(grad).any()) for *_, grad in gradients)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        # FSDP2 doesn't shard CLIP's logit_scale, so its gradient is still this rank's own.
+        # FSDP2 doesn't shard a scalar such as CLIP's logit_scale, so accel averages its gradient.
         names, parameters = list(self._replicated), list(self._replicated.values())
         reduces = completed and outermost and not self.engine.ended
         if reduces and any(trainable(parameters)):
@@ -214,14 +214,14 @@ class FSDPGradients(Gradients):
         super().backward_ends(completed, outermost)
 
     def notice_exception(self) -> None:
-        """Clear the state of a backward after an exception. Local."""
+        """Clear FSDP2's state if a backward has raised. Local."""
         if self.engine.sharded.interrupted():
             self._interruption.incomplete = True
             self.engine.sharded.reset()
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         if optimizer is not None:
-            # Resharding would free parameters that the backward still needs.
+            # Resharding inside a backward would free parameters that the backward still needs.
             refuse_inside_backward()
         self.notice_exception()
         self._interruption.refuse()
@@ -242,7 +242,7 @@ class FSDPGradients(Gradients):
         self.announce_step(optimizer)
 
 
-#: Packages whose optimizers pass addresses of full tensors to their kernels.
+#: Optimizers of these packages pass addresses of full tensors to their own kernels.
 _OWN_KERNELS = ("apex.", "bitsandbytes.", "deepspeed.")
 
 
@@ -261,14 +261,14 @@ class FSDPEngine(Engine):
     divided = False
     sharded: ShardedModule
     conversion: Conversion
-    #: With tensor parallelism.
+    #: Compares the inputs of ranks that split a layer. None without tensor parallelism.
     _same_inputs: SameInputs | None = None
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         if context.process.place.world_size == 1:
             self.gradients_type, self.holdings_type = Gradients, Holdings
         super().__init__(module, entry, context)
-        #: By the identity of elementwise optimizers.
+        #: For elementwise optimizers, by the optimizer's ``id``.
         self._local_steps: dict[int, LocalSteps] = {}
 
     @classmethod
@@ -284,7 +284,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """Let ranks with shards of a layer read the same batches."""
+        """Return one place for ranks that split a layer."""
         place = process.place
         size = axes_of(options, place.world_size)["tensor"]
         if size == 1:
@@ -299,7 +299,7 @@ class FSDPEngine(Engine):
             return None
         ranks, uses = axes_of(options, world_size)["shard"], list[MemoryUse]()
         for tensor in tensors:
-            # FSDP2 pads the rows.
+            # FSDP2 pads dim 0, so that every rank holds the same number of rows.
             rows = next(iter(tensor.shape), 1) or 1
             fraction = math.ceil(rows / ranks) / rows
             uses.append(tensor.use(fraction, fraction, fraction))
@@ -323,7 +323,7 @@ class FSDPEngine(Engine):
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard rank 0's weights, also in the optimizers. Collective."""
+        """Shard rank 0's weights, also in optimizers. Collective."""
         if not self.distributed:
             return
         if not self.divided:
@@ -332,7 +332,7 @@ class FSDPEngine(Engine):
             self.holdings.rebind(optimizer)
 
     def _shard(self) -> None:
-        # Slow to import, because torch's own code is.
+        # Imported here, because these import slow modules of torch.
         from .convert import Conversion
         from .shard import ShardedModule
 
@@ -349,7 +349,7 @@ class FSDPEngine(Engine):
         self._read_parameters()
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
-        # They survive a teardown and a second setup.
+        # Keep the gradients, so that a loop may call teardown and setup between backward and step.
         for name, key, grad in gradients:
             shard = self.named[name]
             entry = StateEntry(name, tuple(shard.shape), shard, {})
@@ -359,7 +359,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks of a split layer equal random numbers. Collective."""
+        """Give ranks that split a layer equal random states. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None
@@ -385,12 +385,12 @@ class FSDPEngine(Engine):
         if torch.is_grad_enabled():
             self.gradients.buffers.touch()
         else:
-            # FSDP2 keeps parameters gathered with reshard_after_forward=False.
+            # With reshard_after_forward=False, FSDP2 would keep parameters gathered.
             sharded.reshard()
         return out
 
     def rebuild(self) -> None:
-        # FSDP2 knows no dtype of a block that was frozen until now.
+        # FSDP2 has recorded no dtype for a block that was frozen until now.
         for group in self.sharded.groups.values() if self.divided else ():
             group._init_mp_dtypes()
 

@@ -1,4 +1,4 @@
-"""From parameters to shards and back."""
+"""Conversion of parameters to shards and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Give all parameters, each in all of its places."""
+    """Yield each use of each parameter."""
     for child in module.modules():
         for name, p in child.named_parameters(recurse=False, remove_duplicate=False):
             yield child, name, p
@@ -33,9 +33,9 @@ class Conversion:
     """The parameters before ``setup``, and their shards. Collective.
 
     Attributes:
-        known: the shard of each old or gathered parameter, and of itself,
-            by identity.
-        gathered: the parameter in the graph, by the identity of its shard.
+        known: the shard for each old parameter, gathered parameter and
+            shard, by ``id``.
+        gathered: the parameter in autograd's graph, by ``id`` of its shard.
         old: the parameter objects that shards replaced, by name.
     """
 
@@ -50,7 +50,7 @@ class Conversion:
         """Put shards in the parameters' places, block by block."""
         before = dict(self.module.named_parameters())
         for p in before.values():
-            # Image models use torch.channels_last, but FSDP2 takes only contiguous weights.
+            # Image models use torch.channels_last, but FSDP2 supports only contiguous weights.
             p.data = p.data.contiguous()
         reads = self.engine.reads
         if not reads and any(p.is_meta for p in before.values()):
@@ -74,16 +74,16 @@ class Conversion:
 
     @torch.no_grad()
     def _give_values(self, blocks: Iterable[nn.Module]) -> None:
-        """Initialize parameters, and shard each block at its last reset."""
+        """Initialize parameters. Shard each block after its last reset."""
         process = self.engine.process
-        # In the order of the constructors, so rank 0 draws the random numbers of a single process.
+        # In the order of the constructors, so rank 0 draws the same numbers as a single process.
         resets = list(resetting(self.module))
-        # The last reset of each module, which may be that of a module around it.
+        # A module's last reset may be the reset of a module that contains it.
         last: dict[nn.Module, int] = {}
         for number, (child, _) in enumerate(resets):
             last.update(dict.fromkeys(child.modules(), number))
         ends = {block: max(map(last.get, block.modules(), repeat(0))) for block in blocks}
-        # Only the modules keep full parameters, so each is freed when a shard takes its place.
+        # Weak references, so that each full parameter is freed when a shard replaces it.
         full = weakref.WeakValueDictionary[int, nn.Parameter]()
         for number, (child, reset) in enumerate(resets):
             for owner, name, p in _places(child):
@@ -134,7 +134,7 @@ class Conversion:
                 optimizer.state.pop(named[name], None)
 
 
-# -- parameter objects of before setup: lists of them clip, freeze and build optimizers ------------
+# -- parameters from before setup: a loop still clips, freezes and optimizes lists of them ---------
 
 
 def _of_shard(name: str) -> Any:
@@ -147,7 +147,7 @@ class StandIn(Absent, nn.Parameter):
     """A replaced parameter without values. It has its shard's ``grad``."""
 
     shard: nn.Parameter
-    # By `FSDPGradients.leaf`.
+    # `FSDPGradients.leaf` replaces the parameter in these calls.
     plain = frozenset([torch.autograd.grad, torch.autograd.backward])
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
@@ -157,7 +157,7 @@ class StandIn(Absent, nn.Parameter):
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"a parameter of shape {tuple(self.shape)} whose shard is in use"
+        return f"a parameter of shape {tuple(self.shape)}, replaced by its shard"
 
     def fetch(self, function: Any) -> None:
         raise BackendError(

@@ -35,8 +35,8 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
     shards, rest = divmod(world_size, copies * tensor)
     if rest:
         raise BackendError(
-            f"FSDP(replicas={copies}, tensor_parallel={tensor}) needs a "
-            f"multiple of {copies * tensor} processes, and there are {world_size}."
+            f"FSDP(replicas={copies}, tensor_parallel={tensor}) can't use {world_size} "
+            f"processes. Start a multiple of {copies * tensor} processes."
         )
     return {"replicate": copies, "shard": shards, "tensor": tensor}
 
@@ -47,17 +47,17 @@ class Mesh:
 
     def __init__(self, options: Any, process: Process) -> None:
         self.sizes = axes_of(options, process.place.world_size)
-        # FSDP2 needs an axis to shard along, even if it has one rank.
+        # FSDP2 needs an axis to shard along, even if its length is 1.
         axes = {axis: n for axis, n in self.sizes.items() if n > 1 or axis == "shard"}
         self.whole = mesh_of(process, axes)
-        #: The dimension of each axis. After a second start, it is like "shard (start 2)".
+        #: The name of each axis in the mesh. After a second start, for example "shard (start 2)".
         self.names = dict(zip(axes, self.whole.mesh_dim_names or (), strict=True))
         #: This rank's place along each axis.
         self.place = dict.fromkeys(AXES, 0)
         self.place.update(zip(axes, self.whole.get_coordinate() or (), strict=True))
         #: True with tensor parallelism.
         self.parallel = "tensor" in axes
-        #: The ranks that shard what is left of split layers.
+        #: The submesh for ``fully_shard``: all axes except "tensor".
         self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
@@ -69,7 +69,7 @@ class Mesh:
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
     def region_of(self, tensor: DTensor, local: Tensor) -> Box:
-        """Return the elements of this rank's shard, which is not empty."""
+        """Return the elements in this rank's shard, which is not empty."""
         shape = tuple(tensor.shape)
         if not self.parallel:
             rows = -(-shape[0] // self.sizes["shard"])
@@ -93,19 +93,19 @@ def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, block in chosen(module, wrap):
         inside = _uses(block)
-        # FSDP2 gathers a tied parameter in one place, which must contain all of its uses.
+        # FSDP2 gathers a tied parameter in one block, which must contain all of its uses.
         if inside and inside.keys().isdisjoint(uses - inside):
             found.insert(0, (name, block))
     return found
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """Return the number of places of each parameter, by its identity."""
+    """Return the number of uses of each parameter, by its ``id``."""
     return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise BackendError for hooks of parameters, which shards lose."""
+    """Raise BackendError for hooks that shards would lose."""
     for name, p in module.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise BackendError(
@@ -130,7 +130,7 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelSty
         if not matching:
             raise BackendError(
                 f"The plan's {pattern!r} names no module of this "
-                f"{type(module).__name__}. Use model.named_modules()."
+                f"{type(module).__name__}. Use a name from model.named_modules()."
             )
         layers.update(dict.fromkeys(map(modules.__getitem__, matching), style))
     others = set(modules.values()) - layers.keys()
@@ -151,7 +151,7 @@ def split_layer(
     parameters = dict(layer.named_parameters(recurse=False))
     buffers = dict(layer.named_buffers(recurse=False))
     parallelize_module(layer, ranks, style, src_data_rank=None)
-    # torch makes DTensors of buffers, which can't be broadcast.
+    # torch turns buffers into DTensors, which can't be broadcast.
     for name, buffer in buffers.items():
         setattr(layer, name, buffer)
     for name, p in parameters.items():
@@ -162,7 +162,7 @@ def split_layer(
             if placement.is_shard() and shard.shape[placement.dim] % ranks.size():
                 raise BackendError(
                     f"{name} of shape {tuple(shard.shape)} in a planned "
-                    f"{type(layer).__name__} doesn't divide by {ranks.size()} "
+                    f"{type(layer).__name__} can't be split evenly over {ranks.size()} ranks "
                     f"along dim {placement.dim}. "
                     "Leave this layer out of the plan."
                 )

@@ -1,4 +1,4 @@
-"""A module under ``fully_shard``, and objects of FSDP2."""
+"""A module under ``fully_shard``, and its FSDP2 objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..base.absent import refuse_second_derivatives
 from ..base.raw_objects import Function, Snapshot
 from .plan import Mesh, planned_layers, split_layer
 
-#: Of torch, while a sharded module lives.
+#: Patches of torch that are active while a sharded module exists.
 _patches: Final[tuple[Patch, ...]] = (*shard_patches(), data_patch(), muon_patch())
 
 
@@ -48,7 +48,7 @@ class ShardedModule:
             patch.need(self)
 
     def apply(self, block: nn.Module) -> None:
-        """Replace a block's parameters by shards, the root's last."""
+        """Replace a block's parameters by shards. Call it for the root last."""
         options, device = self._options, self.process.device
         for layer in block.modules():
             style = self._planned.pop(layer, None)
@@ -70,12 +70,12 @@ class ShardedModule:
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
-            # CLIP's logit_scale has no dimensions.
+            # FSDP2 can't shard scalars such as CLIP's logit_scale, or empty parameters.
             ignored_params={p for p in block.parameters() if 0 in (p.dim(), p.numel())},
         )
 
     def initialize(self, blocks: Mapping[str, Any], label: str, reads: bool) -> None:
-        """Prepare training. ``reads`` gives memory to shards. Collective."""
+        """Prepare training. ``reads`` allocates shards. Collective."""
         if reads:
             # The values of accel.deferred_init(weights=...) are read into the shards.
             device = "cpu" if self._options.cpu_offload else self.process.device
@@ -89,10 +89,10 @@ class ShardedModule:
             for group in state._fsdp_param_groups:
                 self.groups[name] = group
                 self.params += group.fsdp_params
-            # Evaluation first, in inference mode: tensors made there couldn't be trained.
+            # Allocate now. Tensors that an evaluation in inference mode allocates can't be trained.
             block.unshard()
             block.reshard()
-        # FSDP2 registers a method by its name, and returns nothing.
+        # FSDP2 wraps an attribute by its name, so set one and take back the wrapper.
         self.module.accel_call = lambda call, /, *args, **kwargs: call(*args, **kwargs)
         fsdp.register_fsdp_forward_method(self.module, "accel_call")
         self._call: Function = vars(self.module).pop("accel_call")
@@ -100,7 +100,7 @@ class ShardedModule:
         for block in blocks.values():
             inside.update(block.modules())
         for child in self.module.modules():
-            # A loop calls model.encoder(x), which has parameters of the root.
+            # A loop may call model.encoder(x), with weights that the root gathers.
             if child not in inside and dict(child.named_parameters(recurse=False)):
                 forward = functools.partial(self.compute, child.forward)
                 self._undo.enter_context(replaced(vars(child), "forward", forward))
@@ -109,15 +109,15 @@ class ShardedModule:
             _announce(group, name, self.process, label)
         for param in self.params:
             names = vars(param.sharded_param)
-            # Autograd never reaches the shard, so a hook of the user's there would never run.
+            # Autograd never reaches the shard, so a user's hook on it would never run.
             names["register_hook"] = param.unsharded_param.register_hook
-            # A weak reference, so that an optimizer that outlives its model doesn't keep it.
+            # A weak reference, so that an optimizer doesn't keep a deleted model alive.
             names["set_data"] = functools.partial(_set_data, weakref.ref(param))
 
     # -- training ----------------------------------------------------------------------------------
 
     def compute(self, method: Function, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method with the root's parameters."""
+        """Call a method with the root's parameters gathered."""
         if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         return self._call(method, *args, **kwargs)
@@ -135,7 +135,7 @@ class ShardedModule:
 
     def reset(self) -> None:
         """Clear FSDP2's state after an exception in a pass."""
-        # Checkpointing ends its second forward by an exception, inside of a backward.
+        # Activation checkpointing stops its recomputation with an exception, which is no failure.
         if not runs_backward():
             for param in self.params:
                 param.unsharded_param.grad = None
@@ -167,14 +167,14 @@ def _set_data(reference: Callable[[], Any], value: Any) -> None:
     if value.shape != shard.shape or value.placements != placements:
         raise BackendError(
             f"p.data = ... needs a full tensor of shape {tuple(shard.shape)}. "
-            "Or call model.load_state_dict()."
+            "Use one, or call model.load_state_dict()."
         )
     shard._local_tensor = value.to_local().detach()
     param.reset_sharded_param()
 
 
 def _announce(group: Any, name: str, process: Process, label: str) -> None:
-    """Announce gathering and reduction, because ranks could mix blocks."""
+    """Announce a block's collectives. Ranks may differ in their order."""
     name = f"{name or 'the parameters outside of all blocks'} ({label})"
     gathering, reducing = f"the gathering of {name}", f"the reduction of {name}"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
@@ -188,7 +188,7 @@ def _announce(group: Any, name: str, process: Process, label: str) -> None:
             return unshard(*args, **kwargs)
 
     def begin_backward(*args: Any) -> Any:
-        # WGAN-GP calls torch.autograd.grad(create_graph=True).
+        # WGAN-GP calls torch.autograd.grad(create_graph=True), which FSDP2 can't differentiate.
         if torch.is_grad_enabled():
             refuse_second_derivatives()
         return pre_backward(*args)

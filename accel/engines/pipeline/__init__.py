@@ -34,11 +34,11 @@ class Pipeline(Options):
     """Options of ``pipeline``.
 
     Args:
-        balance: the number of children in each stage, or "size" to give the
-            stages about equally many bytes of parameters.
-        chunks: the number of micro-batches, which are split along dim 0, so that
-            stages work at the same time. Smaller batches have fewer.
-        checkpoint: the micro-batches with activations computed again in backward.
+        balance: the number of children in each stage, or "size" to give all
+            stages about the same number of bytes.
+        chunks: the number of micro-batches. A batch is split along dim 0, so that
+            stages work at the same time. A small batch has fewer.
+        checkpoint: the micro-batches that recompute activations in backward.
     """
 
     balance: Sequence[int] | Literal["size"] = "size"
@@ -61,14 +61,14 @@ class Pipeline(Options):
 
 
 def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
-    """Return a stage for each child, all about equally heavy."""
+    """Return a stage for each child. Stages weigh about the same."""
     stages: list[int] = []
     total = sum(weights) or 1
     before, last = 0.0, -1
     for number, weight in enumerate(weights):
         middle = (before + weight / 2) / total
         stage = min(max(int(count * middle), last), last + 1, count - 1)
-        # The children that are left must be enough for the other stages.
+        # Each later stage needs at least one child.
         last = max(stage, count - len(weights) + number)
         stages.append(last)
         before += weight
@@ -77,7 +77,7 @@ def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
 
 def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int]:
     """Return the stage of each child. "size" balances their bytes."""
-    # children() would skip an activation that the Sequential has twice.
+    # children() would skip the second use of a module, for example of one nn.ReLU.
     children: Any = module._modules
     stages: list[int] = []
     if isinstance(balance, str) or world_size == 1:
@@ -92,7 +92,7 @@ def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int
 
 
 def owner(name: str, stage_of: Mapping[str, int]) -> int:
-    """Return the rank of a tensor. The Sequential's own are on rank 0."""
+    """Return a tensor's rank. The Sequential's own are on rank 0."""
     return stage_of.get(name.partition(".")[0], 0)
 
 
@@ -115,7 +115,7 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
             f"Pipeline(balance={balance!r}) doesn't fit {count} children and "
             f"{world_size} ranks. Give the number of children on each rank."
         )
-    # Language models tie the embedding and the head, which would be trained apart.
+    # Two stages would train a language model's tied embedding and head separately.
     first_names: dict[int, str] = {}
     stage_of = stages_of(module, balance, world_size)
     parameters = module.named_parameters(remove_duplicate=False)
@@ -125,12 +125,12 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
         if owner(first, stage_of) != owner(name, stage_of):
             raise BackendError(
                 f"{first} and {name} are one tensor in two stages. "
-                "Put them into one stage by balance=[...], or untie them."
+                "Put them into one stage with balance=[...], or untie them."
             )
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Raise BackendError for BatchNorm in training."""
+    """Raise BackendError for BatchNorm in training mode."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
             raise BackendError(
@@ -197,7 +197,7 @@ class PipelineHoldings(Holdings):
                 tensor.data = blank(tensor)
 
     def gather_stages(self) -> None:
-        """Give every rank all stages, unless others ended. Collective."""
+        """Gather all stages, unless process groups ended. Collective."""
         items: list[Item] = list(self.gradients())
         for name, value in self.values(None).items():
             items.append((name, "extra", value))
@@ -233,7 +233,7 @@ class PipelineEngine(Engine):
     holdings: PipelineHoldings
     options: Pipeline
 
-    #: This rank's children. A single process runs the module as it is.
+    #: This rank's children, or None if a single process runs the whole module.
     stage: nn.Sequential | None = None
 
     @classmethod
@@ -259,16 +259,16 @@ class PipelineEngine(Engine):
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """All ranks hold a model together."""
+        """Return one place, because ranks share a model."""
         return 0, 1
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, and keep this rank's stage. Collective."""
+        """Take rank 0's weights and keep this rank's stage. Collective."""
         super().start(optimizers)
         if self.distributed and self.stage is None:
             place = self.process.place
             stage_of = stages_of(self.module, self.options.balance, place.world_size)
-            # From here on a checkpoint, state_dict() and teardown() gather the stages.
+            # From now on, checkpoints, state_dict() and teardown() gather the stages.
             self.holdings.divide(stage_of)
             own: OrderedDict[str, nn.Module] = OrderedDict()
             for name, stage in stage_of.items():

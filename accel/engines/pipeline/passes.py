@@ -1,15 +1,15 @@
-"""The forward of a pipeline. Its backward is autograd's own.
+"""The forward of a pipeline. Autograd runs the backward.
 
 On each rank a micro-batch goes through the stage between two autograd functions.
 The first receives its inputs and the second sends its outputs. In backward they
 send and receive gradients, so ``loss.backward()`` on every rank runs all stages
 backwards. Each function also passes on a token, an empty tensor that requires a
-gradient. With it autograd reaches all functions of a rank, even if a stage has no
-trainable parameters or detaches its input.
+gradient. Through it, autograd reaches all functions of a rank, even if a stage has
+no trainable parameters or detaches its input.
 
-Autograd runs the newest node that is ready. So a rank takes a micro-batch back to
-its inputs before it begins with the one before, and two neighbors have the same
-order of messages.
+Autograd runs the newest node that is ready. Every rank therefore runs the backward
+of the newest micro-batch to its end first, and neighbors exchange messages in the
+same order.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ..base.engine import Engine
 from ..base.gradients import Gradients
 from ..base.inputs import SameInputs
 
-Place = tuple[int, int]  # the number of a forward, and of its micro-batch
-Tensors = Sequence[Any]  # or the gradients of some of them
-Message = tuple[Tensors, Any]  # tensors, and the value with their places
+Place = tuple[int, int]  # the numbers of a forward and a micro-batch
+Tensors = Sequence[Any]  # tensors, or their gradients or None
+Message = tuple[Tensors, Any]  # tensors, and a value with placeholders
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -49,9 +49,9 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 class PipelineGradients(Gradients):
     """The gradients of a stage, and its messages with neighbors.
 
-    The head of a message travels on accel's own group, so the receiver knows the
-    shapes without waiting for a device. Tensors travel as bytes, because not
-    every group supports every dtype.
+    The header of a message is sent over accel's own group, so the receiver knows
+    the shapes without waiting for a device. Tensors are sent as bytes, because
+    not every group supports every dtype.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -64,7 +64,7 @@ class PipelineGradients(Gradients):
         #: True while a backward runs.
         self.in_backward = False
         self._waiting = Waiting(engine.process, "a message of a pipeline")
-        #: The sends of the last message, with the memory that they read.
+        #: The unfinished sends of the last message, with the memory that they read.
         self._sends: list[tuple[Any, Tensor]] = []
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
@@ -80,15 +80,15 @@ class PipelineGradients(Gradients):
         return [p.grad for p in parameters if p.grad is not None], []
 
     def before_step(self, optimizer: Optimizer) -> None:
-        # The usual loop with a GradScaler would skip the step on some ranks only.
+        # Otherwise GradScaler would skip the step on some ranks only.
         if self.engine.distributed and getattr(optimizer, "found_inf", None) is not None:
             raise PrecisionError(
-                "GradScaler sees the overflows of a single pipeline stage on each rank. "
+                "torch.amp.GradScaler checks only the pipeline stage of its own rank. "
                 'Use precision="16-mixed" and accel.backward(loss).'
             )
 
     def send(self, to: int, place: Place, tensors: Tensors, form: Any = None) -> None:
-        """Begin to send tensors and their form, after the last message."""
+        """Finish the last message, and start to send tensors and form."""
         self._finish_sends()
         with self._waiting:
             self._sends += send_value((place, _kinds(tensors), form), to, self.process.control)
@@ -103,12 +103,12 @@ class PipelineGradients(Gradients):
         self._sends.clear()
 
     def receive(self, source: int, place: Place) -> Message:
-        """Return the tensors of a message and its form."""
+        """Receive a message. Return its tensors and form."""
         with self._waiting:
             sent, kinds, form = receive_value(source, self.process.control)
             if sent != place:
                 raise RankMismatchError(
-                    f"Rank {self.rank} waits for {place}, but rank {source} sent {sent}. "
+                    f"Rank {self.rank} expects micro-batch {place}, but rank {source} sent {sent}. "
                     "Run the same forwards on every rank."
                 )
             tensors = self._empty(kinds)
@@ -120,7 +120,7 @@ class PipelineGradients(Gradients):
         return tensors, form
 
     def share(self, what: str, source: int, tensors: Tensors, form: Any = None) -> Message:
-        """Return the tensors and form of rank ``source``. Collective."""
+        """Broadcast the tensors and form of rank ``source``. Collective."""
         what = f"{what} ({self.engine.label})"
         kinds, form = agree(what, (_kinds(tensors), form))[source]
         self._finish_sends()
@@ -156,10 +156,10 @@ def _filled(tensors: Tensors) -> list[Tensor]:
 
 
 def flatten(value: Any, name: str) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a value, and the value with their places.
+    """Return a value's tensors, and the value with placeholders.
 
     Raises:
-        BackendError: the value contains something without a form to send.
+        BackendError: the value contains an object that can't be sent.
     """
     tensors: list[Tensor] = []
 
@@ -169,7 +169,7 @@ def flatten(value: Any, name: str) -> tuple[list[Tensor], Any]:
             return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
-        # The gradients of tensors inside of an object, or of a sparse tensor, would be lost.
+        # The gradients of a sparse tensor, or of tensors inside an object, would be lost.
         raise BackendError(
             f"A pipeline can't send {path} ({type(leaf).__name__}) to other ranks. "
             "Pass dense tensors and plain values in dicts, lists or tuples."
@@ -179,14 +179,14 @@ def flatten(value: Any, name: str) -> tuple[list[Tensor], Any]:
 
 
 def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
-    """Return the tensors of each micro-batch. Each has all scalars."""
+    """Return the tensors of each micro-batch. All get every scalar."""
     if chunks == 1:
         return [tensors]
     sizes = set(map(len, filter(Tensor.dim, tensors)))
     if len(sizes) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} "
-            "in dim 0. Give all inputs the batch as dim 0, or use chunks=1."
+            "in dim 0. Make dim 0 of every input the batch, or use chunks=1."
         )
     count = max(1, min(chunks, *sizes))
     columns = [t.tensor_split(count) if t.dim() else (t,) * count for t in tensors]
@@ -194,10 +194,10 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
 
 
 def recomputed(stage: nn.Module, value: Any) -> Any:
-    """Return the output for a micro-batch. Backward computes it again."""
+    """Return the output for a micro-batch. Backward recomputes it."""
 
     def forward_of_copy(value: Any) -> Any:
-        # nn.ReLU(inplace=True) as the first child would change the input of the second run.
+        # An nn.ReLU(inplace=True) as first child would change the input of the recomputation.
         return stage(map_tensors(torch.clone, value))
 
     return run_again(forward_of_copy, list(stage.modules()), (value,), {})
@@ -210,16 +210,16 @@ def recomputed(stage: nn.Module, value: Any) -> Any:
 class Exchange(Function):
     """Pass on a token and tensors. Backward exchanges gradients.
 
-    ``exchange`` returns the gradients with which autograd goes on, or None.
+    ``exchange`` returns the gradients that autograd propagates, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, token: Any, *tensors: Any) -> Any:
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
-        # A second backward without retain_graph=True raises torch's error here, on every rank.
+        # Saved, so that a second backward without retain_graph=True raises on every rank.
         ctx.save_for_backward(token)
-        # Aliases, because nn.ReLU(inplace=True) may change them.
+        # Return aliases, because nn.ReLU(inplace=True) may change them.
         aliases = [t.detach() for t in tensors]
         pairs = zip(aliases, tensors, strict=True)
         ctx.mark_non_differentiable(*[a for a, t in pairs if not t.requires_grad])
@@ -242,7 +242,7 @@ def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input:
     tensors, form = flatten(input, "input")
     grad = torch.is_grad_enabled()
     token = torch.empty(0, device=gradients.process.device, requires_grad=grad)
-    # The batch of a second pipeline is the output of the first. Every rank needs its gradients.
+    # If the batch is the output of another pipeline, every rank there needs its gradients.
     if grad and any(t.requires_grad for t in tensors):
         share = partial(gradients.share, "the gradients of a batch", 0)
         token, *tensors = _exchange(lambda grads: share(grads)[0], token, *tensors)
@@ -250,7 +250,7 @@ def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input:
     kept = len(batches)
     if grad and options.checkpoint != "never":
         kept = int(options.checkpoint == "except_last")
-    # Evaluation may have a different loader, so its first batches are compared too.
+    # Evaluation may use a different loader, so its first batches are compared too.
     gradients.same.call(lambda: None, (tensors,), {}, "" if grad else "forward")
     try:
         return _forward(gradients, stage, token, form, batches, kept)
@@ -290,7 +290,7 @@ def _forward(
         tokens.append(end)
 
     def start_backward(grads: Tensors) -> Tensors | None:
-        # A rank with other targets would train on the last rank's loss.
+        # Compare gradients. Only the last rank's count, so different targets would be ignored.
         gradients.same.call(lambda: None, tuple(grads), {}, "backward")
         gradients.in_backward = True
         return grads if is_last else None

@@ -106,7 +106,7 @@ def ended_in_backward() -> None:
 
 def test_teardown_after_the_groups_ended() -> None:
     for message in refusals(2, ended_in_backward, error="AccelError", breaks=True):
-        assert "are lost (now nan)" in message
+        assert "are lost (now NaN)" in message
 
 
 def without_a_local_rank(variables: dict[str, str]) -> None:

@@ -171,9 +171,9 @@ def test_dropout_is_the_same() -> None:
 #: The number of ranks for each layer, a plan, and words of the error.
 REFUSALS: list[tuple[int, Any, str]] = [
     (2, {"7": ColwiseParallel()}, "The plan's '7' names no module of this Sequential"),
-    (2, {"0": ColwiseParallel()}, r"weight of shape \(7, 8\) in a planned Linear doesn't divide by 2"),
-    (3, MLP, r"tensor_parallel=3\) needs a multiple of 3 processes, and there are 2"),
-    (2, None, "expected a dict of styles"),
+    (2, {"0": ColwiseParallel()}, r"weight of shape \(7, 8\) in a planned Linear can't be split evenly over 2"),
+    (3, MLP, r"tensor_parallel=3\) can't use 2 processes. Start a multiple of 3 processes"),
+    (2, None, "is invalid. Use a dict of styles"),
 ]
 
 
