@@ -200,7 +200,7 @@ def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
     """Run the function from ``folder``, and save its result or exception there."""
     sys.argv[:] = argv
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
-    # A scheduler wraps optimizer.step, and pickling drops the wrapper. torch then warns in vain.
+    # A scheduler wraps optimizer.step, and pickling drops the wrapper. torch then warns needlessly.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step.*has been overridden")
     try:
         arguments = Path(folder, "arguments")

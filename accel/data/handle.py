@@ -32,7 +32,7 @@ class LoaderHandle:
         return len(self._accel.reader())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A loaded position in the epoch is kept.
+        """Set the epoch of the next iteration. A loaded position in that epoch is kept.
 
         Without this call, each iteration starts the next epoch.
         """
@@ -93,7 +93,7 @@ class LoaderHandle:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a saved position, at any world size and batch size.
 
-        Within an epoch, sharded streams and ``shard=False`` need as many ranks.
+        Within an epoch, sharded streams and ``shard=False`` need the same number of ranks.
 
         Raises:
             LoaderError: the state doesn't fit the loader. The loader is unchanged.

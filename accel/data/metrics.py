@@ -90,7 +90,7 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
-    """Keep only the rows of each replica's first rank. Add any problem. Collective."""
+    """Return the rows of each replica's first rank, and any problem. Collective."""
     tensors = [tensor for _, tensor in all_tensors(data)]
     answers = agree("gather_for_metrics", (replica, problem or sums_of(tensors)))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}

@@ -28,7 +28,7 @@ logger = logging.getLogger("accel")
 TORN_DOWN: Final = "called accel.teardown() and won't join"
 _RETURNED: Final = (
     "finished its program or called sys.exit(). Use accel.join if its loop is shorter, or make "
-    "the same accel calls"
+    "the same accel calls on all ranks"
 )
 
 _process: Process | None = None
@@ -124,7 +124,7 @@ def use_devices(devices: object) -> None:
     chosen = pick(resolve(devices), place.local_rank, place.local_world_size)
     if chosen != process.devices and (process.dependents or process.control is not None):
         raise DeviceError(
-            f"devices={devices!r} : this process already uses "
+            f"devices={devices!r}: this process already uses "
             f"{', '.join(map(str, process.devices))}. Call accel.teardown() first."
         )
     process.request, process.devices = devices, chosen

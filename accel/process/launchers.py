@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names of a launcher's variables. ``job`` identifies a start."""
+    """The variables of a launcher. Those in ``job`` identify a run."""
 
     name: str
     rank: str

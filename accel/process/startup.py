@@ -185,7 +185,7 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     if process.group is None:
         # If an optimizer imported this module later, its default arguments would keep the group.
         importlib.import_module("torch.distributed.nn")
-        # NCCL connects at once if it is bound to a device. With gloo, ranks may share a GPU.
+        # NCCL connects at once if bound to a device. gloo isn't bound, so ranks may share a GPU.
         binds = kind == "cuda" and protocol != "gloo"
         dist.init_process_group(
             backend,

@@ -201,7 +201,7 @@ class Watchdog:
         if not report.waited:
             self._since, self._due = now, self.patience
         if self.left and self._process.doing and report.waited > self.patience:
-            # A rank that has left keeps its connections until its process exits, so nothing fails.
+            # A rank that has left keeps its connections until it exits, so no collective fails.
             self._end(f"{self._who_left()}. Rank {self._rank} {report}", False)
             return
         # The lowest waiting rank asks first. The others then wait, because one query is enough.
