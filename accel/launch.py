@@ -1,6 +1,6 @@
 """``accel.launch``: run a function in worker processes.
 
-They share a temporary directory with the function, and later its result or exceptions.
+They read the function from a temporary directory, and write its result or error there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .verbs import shut_down
 
 T = TypeVar("T")
 
-# sys.path comes first, because it may say where accel is.
+# Set sys.path first, because accel may be importable only from there.
 _WORKER_CODE: Final = (
     "import json, sys; options = json.loads(sys.argv[1]); sys.path[:] = options.pop('path');"
     "from accel.launch import work; work(**options)"
@@ -51,29 +51,29 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 def launch(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -> T:
     """Run ``fn(*args)`` in a new process per rank, and return rank 0's result.
 
-    You can call it from a script or a notebook cell, and ``fn`` may be defined there. If
-    ``fn`` gets or uses objects with ``state_dict`` and ``load_state_dict``, accel loads
-    rank 0's final states into yours. Tensors of the result are on the CPU.
+    You can call it from a script or a notebook cell, and define ``fn`` there. If ``fn``
+    gets or uses objects with ``state_dict`` and ``load_state_dict``, accel loads rank 0's
+    final states into your objects. Tensors in the result are on the CPU.
 
     Args:
-        fn: calls ``accel.setup`` as any training script does.
+        fn: calls ``accel.setup`` like any training script.
         args: raw objects. Each rank gets a copy. For keyword arguments, use
             ``functools.partial``.
         num_processes: the number of ranks. None: one per device.
 
     Raises:
         LaunchError: an argument can't be pickled, or a worker raised or died. The error
-            has its rank and traceback. Your objects are unchanged.
+            has the rank and traceback. Your objects are unchanged.
     """
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
-        raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
+        raise LaunchError(f"num_processes={num_processes!r} must be None or an int of at least 1.")
     if not callable(fn):
         raise LaunchError(f"{fn!r} isn't a function. To start a script, use python -m accel run.")
     rank, world_size = place_now().rank, place_now().world_size
     if world_size > 1:
-        text = f"This process is rank {rank} of {world_size} already."
-        raise LaunchError(f"{text} Call the function itself.")
+        text = f"This process is already rank {rank} of {world_size}."
+        raise LaunchError(f"{text} Call the function directly.")
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     title = f"of {count} in accel.launch({name})"
     stateful = [*find_stateful(fn, name), *find_stateful(args, "args")]
@@ -95,7 +95,7 @@ def launch(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -
 
 
 def _run_workers(title: str, count: int, folder: Path) -> None:
-    # The ranks meet in this store. It takes a free port and keeps it.
+    # The ranks meet in this store. Port 0 means a free port, and no other program gets it.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
@@ -108,7 +108,7 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
             time.sleep(_POLL_SECONDS)
             failed = _collect_ended(running)
         if failed:
-            time.sleep(1)  # failures with one cause arrive within this time
+            time.sleep(1)  # collect failures with the same cause
             _raise_first(title, failed | _collect_ended(running), folder)
     finally:
         for process in running.values():
@@ -119,7 +119,7 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
                 process.wait(max(0, deadline - time.monotonic()))
             _signal(process, signal.SIGKILL)
             process.wait()
-        del store  # the traceback may live longer than the store should
+        del store  # or an exception's traceback would keep it open
 
 
 def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -132,10 +132,10 @@ def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[b
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # The store is in this process, as it is in torchrun's agent.
+        # This process hosts the store, as torchrun's agent does, so rank 0 must not open it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    # Each worker leads a process group, which also holds its own child processes.
+    # Each worker leads a process group, so that signals also reach its child processes.
     return subprocess.Popen(
         [sys.executable, "-c", _WORKER_CODE, json.dumps(options)],
         env=environment,
@@ -150,7 +150,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _collect_ended(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Take ended workers out of ``running``, and return the exit statuses of failed ones."""
+    """Remove exited workers from ``running``. Return the exit statuses of failed workers."""
     failed = {}
     for rank, process in list(running.items()):
         if process.poll() is not None:
@@ -162,7 +162,7 @@ def _collect_ended(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int
 
 
 def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
-    """Raise LaunchError for the first worker to fail, not for its victims."""
+    """Raise LaunchError for the first failed worker, not for its victims."""
     raised: dict[int, _Failure] = {}
     for rank in failed:
         with suppress(FileNotFoundError):
@@ -171,21 +171,21 @@ def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
         status = failed[rank]
         end = f"exit status {status}" if status > 0 else signal.Signals(-status).name
         hint = " Perhaps the machine is out of memory." if end == "SIGKILL" else ""
-        # gloo aborts a process if an exception in another one closes its connections.
+        # gloo aborts a process if a different process raises and closes its connections.
         if not raised or end != "SIGABRT":
             raise LaunchError(f"rank {rank} {title} ended with {end}.{hint}")
     first = min(raised, key=lambda rank: raised[rank].time)
     if raised[first].about in raised:
         first = raised[first].about
     cause = None
-    with suppress(Exception):  # a class with an __init__ that takes other arguments
+    with suppress(Exception):  # an __init__ with other arguments can't be unpickled
         cause = pickle.loads(raised[first].error)
-    text = f"rank {first} {title} raised; its traceback:\n\n{raised[first].trace}"
+    text = f"rank {first} {title} raised an exception:\n\n{raised[first].trace}"
     raise LaunchError(text) from cause
 
 
 class _Failure(NamedTuple):
-    """The exception of a worker, and the rank ``about`` which it is."""
+    """A worker's exception, and the rank ``about`` that caused it."""
 
     time: float
     trace: str
@@ -197,17 +197,17 @@ class _Failure(NamedTuple):
 
 
 def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
-    """Run the function in ``folder``, and save its result or exception there."""
+    """Run the function from ``folder``, and save its result or exception there."""
     sys.argv[:] = argv
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
-    # A scheduler marks the optimizer's step, and the mark is lost when the optimizer is pickled.
+    # A scheduler wraps optimizer.step, and pickling drops the wrapper. torch then warns needlessly.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step.*has been overridden")
     try:
         arguments = Path(folder, "arguments")
         fn, args, stateful = torch.load(arguments, "cpu", weights_only=False, mmap=True)
         _publish_main(fn)
         value = fn(*args)
-        shut_down("has returned from its function, and does not come")
+        shut_down("has returned from its function and won't join")
         if rank == 0:
             states = [item.state_dict() for item in stateful]
             save_by_value(states, Path(folder, "states"), "states")
@@ -216,7 +216,7 @@ def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
     except BaseException as error:
         Path(folder, f"failure-{rank}").write_bytes(_pickled_failure(error))
         sys.stdout.flush()
-        # The interpreter's exit could wait for ranks that wait for this one.
+        # A normal exit could wait for ranks that wait for this rank.
         os._exit(1)
 
 
@@ -232,7 +232,7 @@ def _unwrapped(value: Any, path: str) -> Any:
 
 
 def _publish_main(fn: Any) -> None:
-    """Put the function's globals into ``__main__``, for pickles of classes by name."""
+    """Copy the function's globals into ``__main__``, where pickle looks up classes."""
     main = vars(sys.modules["__main__"])
     while isinstance(fn, functools.partial):
         fn = fn.func

@@ -1,7 +1,7 @@
 """Dataloaders: each rank gets its share of every epoch, and the position is saved.
 
-metrics, groups (for accumulate) > handle > iteration (an epoch) > streams > readers
-(stand-ins for a sampler or dataset) > checks > sampling (who gets what)
+Imports: metrics, groups (accumulate) > handle > iteration > streams > readers > checks >
+sampling. Readers are stand-ins for a loader's sampler or dataset.
 """
 
 from .checks import LoaderOptions as LoaderOptions

@@ -19,15 +19,15 @@ class LoaderOptions:
     """Options for how ``setup`` shards dataloaders.
 
     Args:
-        shard: give each rank its share of every epoch. False lets each rank read
+        shard: give each rank its share of every epoch. If False, each rank reads
             the loader as in raw PyTorch.
-        even_batches: pad the last batch from the start of the epoch, so that all
-            ranks get equally many samples. False splits it as it is.
-        dispatch: let rank 0 read an iterable dataset and send the batches.
-        split_batches: ``batch_size`` is for all ranks together.
+        even_batches: pad the last batch with the epoch's first samples, so that all
+            ranks get the same number. If False, split it without padding.
+        dispatch: read an iterable dataset on rank 0, which sends the batches.
+        split_batches: divide ``batch_size`` among the ranks.
         move: move batches to the rank's device.
-        seed: the seed of every epoch's order. None takes rank 0's
-            ``torch.initial_seed()``, and in one process draws as raw PyTorch does.
+        seed: the seed of every epoch's order. None: rank 0's ``torch.initial_seed()``,
+            or the order of raw PyTorch with a single process.
     """
 
     shard: bool = True
@@ -44,12 +44,12 @@ class LoaderPlace(NamedTuple):
     rank: int
     world: int
     device: torch.device
-    #: The process for which the loader was sharded. None is always valid.
+    #: The process that the loader was sharded for. None: valid after a teardown, too.
     process: Process | None = None
 
 
 class Shape(NamedTuple):
-    """The sampler and batch size. With ``units`` its items stay whole."""
+    """The sampler and batch size. With ``units``, its items are not split."""
 
     sampler: Any
     batch: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(loader: DataLoader[Any]) -> Shape:
-    """Read the shape each time. A program may change its batch sampler."""
+    """Return the current shape. A program may change its batch sampler."""
     batcher: Any = loader.batch_sampler
     if type(batcher) is BatchSampler:
         return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
@@ -83,7 +83,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = "even_batches=False needs num_workers=0 or drop_last=True for a stream."
     for part in parts_of(shape.sampler):
-        # Accelerate and others name it num_processes.
+        # Accelerate and other libraries call the attribute num_processes.
         is_distributed = hasattr(part, "num_replicas") or hasattr(part, "num_processes")
         if isinstance(part, Sampler) and is_distributed:
             kind = type(part).__name__
@@ -93,7 +93,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
 
 
 def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
-    """Return the facts of a loader to compare over the ranks. Local."""
+    """Return the facts of a loader, to compare across ranks. Local."""
     facts = asdict(options)
     if not options.shard:
         return facts

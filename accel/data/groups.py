@@ -1,4 +1,4 @@
-"""The batches of a loader in groups, each for an optimizer step."""
+"""Groups of a loader's batches, each for one optimizer step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Group(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self.is_used:
-            raise LoaderError("A group gives its batches once. Use list(group).")
+            raise LoaderError("A group can be iterated only once. Use list(group).")
         self.is_used = True
         try:
             for left in reversed(range(self._size)):
@@ -36,7 +36,7 @@ class Group(Generic[T]):
                 self._iteration.in_group = left > 0
                 yield next(self._iteration)
         finally:
-            # Only the loop holds this generator, so a break ends the accumulation.
+            # A break also runs this block, because only the loop holds the generator.
             self._accumulate(False)
             self._iteration.in_group = False
 
@@ -62,10 +62,10 @@ class Accumulation(Generic[T]):
                 group: Group[T] = Group(iteration, size, self._accumulate)
                 yield group
                 group.is_used = True
-                # The batches that the loop didn't take are dropped, so the ranks stay at one step.
+                # Drop the batches that the loop didn't take, so that ranks stay at the same step.
                 for _ in range(end - iteration.reader.given):
                     next(iteration)
                 self._accumulate(False)
         finally:
-            # A break leaves the epoch, also while the program holds its last group.
+            # After a break the epoch is over, even if the program still holds its last group.
             iteration.finished = True

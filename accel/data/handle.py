@@ -32,20 +32,20 @@ class LoaderHandle:
         return len(self._accel.reader())
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at an epoch, or at a resumed position in it.
+        """Set the epoch of the next iteration. A loaded position in that epoch is kept.
 
-        Without this call each iteration is the next epoch.
+        Without this call, each iteration starts the next epoch.
         """
         state, number = self._accel, whole_number(epoch)
         is_chosen = state.options.shard and state.start.in_place
         if is_chosen:
-            # The program's generators can't give the order of an epoch by its number.
+            # Draw from the seed, because the program's generators don't depend on the epoch.
             state.in_place = False
         if is_chosen or number != state.start.epoch:
             state.start = state.fresh(number, state.start.skip)
 
     def skip(self, n: int) -> None:
-        """Start the next iteration after ``n`` batches of each rank.
+        """Skip ``n`` batches of each rank in the next iteration.
 
         Call it on every rank, after ``load_state_dict``. A second call replaces the
         first. Map-style samples are not read.
@@ -63,14 +63,14 @@ class LoaderHandle:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values, equal on all ranks at the same step.
 
-        After an epoch or a ``break`` it is the start of the next epoch.
+        After an epoch or a ``break``, it is the start of the next epoch.
 
         Raises:
-            LoaderError: a group isn't complete, or the position isn't known.
+            LoaderError: a group isn't complete, or the position is unknown.
         """
         state, current = self._accel, self._accel.current
         if current is not None and current.in_group:
-            raise LoaderError("This group isn't complete. Save after the group.")
+            raise LoaderError("accumulate() is inside a group. Save after the group.")
         reader = state.reader()
         reader.begin(state.start)
         if current is not None and not current.reader.is_complete():
@@ -93,10 +93,10 @@ class LoaderHandle:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a saved position, at any world size and batch size.
 
-        With ``shard=False`` the number of ranks must be the same.
+        Within an epoch, sharded streams and ``shard=False`` need the same number of ranks.
 
         Raises:
-            LoaderError: the state is of a different dataset. Nothing has changed.
+            LoaderError: the state doesn't fit the loader. The loader is unchanged.
         """
         state = self._accel
         _check_saved(state, state_dict)
@@ -111,10 +111,10 @@ class LoaderHandle:
         at = tuple(state_dict["streams"]) if state_dict["consumed"] else ()
         state.start = replace(state.start, at=at, own=state_dict["own"])
         state.latest = lambda: None
-        # Workers that are alive can't skip to the position.
+        # Running workers can't skip to the position.
         state.persistent = None
 
-    # A type checker knows the attributes of the loader's class, and no others.
+    # Hidden from type checkers, so that they still report unknown attributes.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -138,7 +138,7 @@ def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
         saver = f"rank {part[0]} of {part[1]}" if part else "all ranks"
         problem = f"by {saver}. Use as many ranks"
     if saved["consumed"] and problem:
-        raise LoaderError(f"Saved in mid-epoch {problem}, or save between epochs.")
+        raise LoaderError(f"Saved mid-epoch {problem}, or save between epochs.")
 
 
 def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
@@ -147,7 +147,7 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
-    """Return the number of samples in a step of all ranks. Local.
+    """Return the number of samples in a step, over all ranks. Local.
 
     Raises:
         LoaderError: the loader has no batch size.

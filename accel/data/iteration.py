@@ -23,7 +23,7 @@ from .streams import SHARDS, StreamReader, mode_of
 
 
 class Rows(NamedTuple):
-    """This rank's rows of a batch, and the number of its replica."""
+    """This rank's rows of a batch, and its place among replicas."""
 
     share: Share
     replica: int
@@ -36,7 +36,7 @@ class Latest:
     """This rank's rows of the last batch, and of each ``split``."""
 
     rows: Rows | None = None
-    #: By the numbers of all items and of this rank's.
+    #: By the number of all items, and the number of this rank's items.
     split: dict[tuple[int, ...], Rows] = field(default_factory=dict)
 
 
@@ -51,20 +51,20 @@ class LoaderState:
     raw: DataLoader[Any]
     options: LoaderOptions
     place: LoaderPlace
-    #: The seed of all epochs, unless the program's generators draw them in place.
+    #: The seed of all epochs. With ``in_place``, the program's generators draw instead.
     seed: int
     in_place: bool = False
     #: The start of the next iteration.
     start: Position = field(init=False)
     #: This rank's rows of the last batch.
     rows: Rows | None = None
-    #: The iteration that began last, if it is alive.
+    #: Returns the latest iteration, or None after it was garbage collected.
     latest: Callable[[], Iteration | None] = lambda: None
-    #: A copy of the loader with workers that live longer than an epoch.
+    #: A copy of the loader with persistent workers, and its reader.
     persistent: tuple[DataLoader[Any], Reader] | None = None
     #: The serials of the engines with which the loader was set up.
     engines: set[int] = field(default_factory=set)
-    #: Ends the accumulation of a group that the loop left.
+    #: Ends the accumulation of a group that the loop left early.
     release: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -77,13 +77,13 @@ class LoaderState:
 
     @property
     def current(self) -> Iteration | None:
-        """The iteration of the current loop."""
+        """The iteration of the current loop, or None."""
         iteration = self.latest()
         return None if iteration is None or iteration.finished else iteration
 
     @property
     def part(self) -> list[int]:
-        """This rank and the number of ranks if each has its own position."""
+        """This rank and the world size if ranks have separate positions, or []."""
         mode = mode_of(self.raw.dataset, self.options, self.place)
         is_alone = not self.options.shard or mode == SHARDS
         return list(self.place[:2]) if is_alone else []
@@ -113,9 +113,9 @@ class LoaderState:
         if self.persistent is not None:
             return self.persistent
         loader, reader = copy.copy(self.raw), self.reader()
-        # Positions and padding are counted in the order of the sampler.
+        # Positions and padding are counted, so batches must have the order of the sampler.
         vars(loader).update(_iterator=None, in_order=True)
-        # The workers of a stream learn its seed and position when they start.
+        # The workers of a stream get its seed and position only when they start.
         is_stream = isinstance(reader, StreamReader)
         vars(loader)["persistent_workers"] &= self.in_place or not is_stream
         if loader.persistent_workers:
@@ -125,32 +125,32 @@ class LoaderState:
 
 @final
 class Iteration:
-    """An iterator of a handle. It begins its epoch at once, as in raw PyTorch."""
+    """An iterator over an epoch. It starts the epoch at once, as in raw PyTorch."""
 
     def __init__(self, state: LoaderState) -> None:
         process = state.place.process
         if process is not None and running() is not process and not ended():
-            raise LoaderError("accel.teardown() ended this loader. Pass the raw one to setup().")
+            raise LoaderError("accel.teardown() ended this loader. Set up the raw loader again.")
         state.release()
         self._state = state
         self._moves = state.options.move and state.place.device.type != "cpu"
-        #: Batches that were read before the loop asked for them.
+        #: Batches that were read ahead of the loop.
         self._ahead: deque[Any] = deque()
         self.finished = False
-        #: True before the last batch of a group of ``accumulate``.
+        #: True in a group of ``accumulate``, except at its last batch.
         self.in_group = False
         loader, self.reader = state.prepare()
         self.reader.begin(state.start)
         start = self.reader.start
         if not start.in_place:
-            # The program's generators stay as they are.
+            # Seed the workers without a draw from the program's generators.
             seed = mix(state.seed, start.epoch, sum(start.at), state.place.rank)
             loader.generator = torch.Generator().manual_seed(seed)
         if start.states and "seeds" in start.states:
             loader.generator.set_state(start.states["seeds"])
         with on_cpu():
             self._batches = self.reader.open(loader)
-        # A stream of several workers may have more batches than its length tells.
+        # A stream with several workers may have more batches than its length says.
         is_map = isinstance(self.reader, SamplerReader)
         self.length = length_of(self.reader) if is_map else None
         state.start = state.fresh(start.epoch + 1)
@@ -171,7 +171,7 @@ class Iteration:
         return to_device(batch, place.device) if self._moves else batch
 
     def upcoming(self, count: int) -> int:
-        """Return how many of the next ``count`` batches there are."""
+        """Return the number of batches left, at most ``count``."""
         if self.length is not None:
             return min(count, self.length - self.reader.given)
         if count == 1 and self.reader.tag.more is not None:

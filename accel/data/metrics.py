@@ -1,4 +1,4 @@
-"""gather_for_metrics: the rows of all ranks, each sample once."""
+"""gather_for_metrics: gather each sample of all ranks once."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def gather_for_metrics(
     pad: float | None = None,
     objects: bool = False,
 ) -> T:
-    """Return ``data`` of all ranks without the padding of the last batch. Collective.
+    """Gather ``data`` from all ranks without the last batch's padding. Collective.
 
-    The rows are in the order of the dataset. If several ranks hold one model together,
-    their equal rows come once. In one process ``data`` comes back.
+    The rows are in the order of the sampler. If several ranks hold a model together, their
+    equal rows are gathered once. A single process gets ``data`` back.
 
     Args:
         data: nested tensors with this rank's batch as dimension 0.
-        loader: the loader of the batch, or the items of ``split``. None is the loader
-            of the last batch.
-        pad: a value that fills the other dimensions, as in ``all_gather``.
-        objects: also take lists of any objects, such as texts, one for each sample.
+        loader: the loader of the batch, or the items passed to ``split``. None: the
+            source of the last batch.
+        pad: the value to pad the other dimensions with, as in ``all_gather``.
+        objects: also gather lists of objects, such as strings, with an item per sample.
 
     Raises:
         LoaderError: no loader gave a batch, or dimension 0 isn't the batch.
@@ -90,13 +90,13 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
-    """Keep the rows of each replica's first rank, and return a problem. Collective."""
+    """Return the rows of each replica's first rank, and any problem. Collective."""
     tensors = [tensor for _, tensor in all_tensors(data)]
     answers = agree("gather_for_metrics", (replica, problem or sums_of(tensors)))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())
     if not has_problem and find_difference(sums):
-        # With sequence_parallel each rank has a share of the sequence.
+        # For example, each rank has a share of the sequence with sequence_parallel.
         problem = "Ranks with the same batch have different rows. Use accel.all_gather."
 
     def rows_of(path: str, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Readers: the items of an epoch from a position on, and a rank's batches."""
+"""Readers of an epoch's items from any position, and of a rank's batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import LoaderError
 from ..process.rng import Generators, Private, global_generators
 from .sampling import Division, Share, length_of, mix, on_cpu, parts_of, portion
 
-#: A sampler is read in blocks, because it takes 0.2 ms to change the global generators.
+#: A sampler is read in blocks, because swapping the global generators takes 0.2 ms.
 _BLOCK: Final = 1 << 10
 
 Context = AbstractContextManager[Any]
@@ -25,18 +25,18 @@ Context = AbstractContextManager[Any]
 class Position:
     """The generators at the start of an epoch, and the number of samples given.
 
-    Without ``seed`` and ``states`` the epoch draws in place, as raw PyTorch does.
+    Without ``seed`` and ``states``, the program's generators draw, as in raw PyTorch.
     """
 
     epoch: int
     #: The seed of all epochs.
     seed: int | None = None
     states: Mapping[str, Any] | None = None
-    #: The samples given to all ranks, for each worker of a stream. Empty at the start.
+    #: The number of samples given to all ranks, by worker of a stream. Empty at the start.
     at: tuple[int, ...] = ()
     #: The state of a loader that keeps its own position.
     own: Any = None
-    #: The batches of each rank to skip from here.
+    #: The number of batches of each rank to skip from here.
     skip: int = 0
 
     @property
@@ -46,15 +46,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """The origin of a batch. It travels along, because loaders read ahead."""
+    """The origin of a batch, sent along with it because loaders read ahead."""
 
-    #: The number of the worker, and of the global step's samples. Padding has none.
+    #: The worker's number, and the number of samples in the global step (0 for padding).
     stream: int = 0
     samples: int = 0
-    #: The checksum of a stream's first items, for a comparison.
+    #: The checksum of a stream's first items, to compare between ranks.
     first: int = 0
     own: Any = None
-    #: True if another batch follows, None if unknown.
+    #: True if more batches follow, None if unknown.
     more: bool | None = None
 
 
@@ -67,23 +67,23 @@ class SampleSource:
 
     items: Any
     division: Division
-    #: The generators of the loader. The items may draw from them and the global ones.
+    #: The loader's own generators. The items may draw from these and the global generators.
     own: Mapping[str, Any]
     start: Position = Position(epoch=0)
-    #: The samples that were read, and the tag of the last step.
+    #: The number of samples that were read, and the tag of the last step.
     read: int = 0
     tag: Tag = Tag()
-    #: The snapshot before an epoch in place.
+    #: The generators' states before an epoch that draws in place.
     states: Mapping[str, Any] | None = None
     #: The first items of the epoch, for padding.
     head: list[Any] = field(default_factory=list)
 
     def chunks(self, stream: int | None = None) -> Iterator[list[Any]]:
-        """Return the items of global steps, in the worker ``stream`` of a stream."""
+        """Return the items of each global step. ``stream`` is a stream's worker."""
         start, width, world = self.start, self.division.width, self.division.world
         context = self._generators(stream)
         if stream is not None:
-            # Workers that live longer than an epoch start the next epoch at its beginning.
+            # A persistent worker starts its next epoch from the beginning, not from this position.
             self.start = Position(epoch=start.epoch + 1)
         with context, on_cpu():
             items = iter(self.items)
@@ -92,9 +92,9 @@ class SampleSource:
         used = start.at[stream or 0] if start.at else 0
         self.head = list(islice(order, min(used, world - 1)))
         self.read = len(self.head) + sum(1 for _ in islice(order, used - len(self.head)))
-        # loader.skip() counts full steps, but the last step may have fewer items.
+        # loader.skip() counts full steps, so ``used`` may exceed a shorter last step.
         if used - self.read >= width:
-            raise LoaderError("The data has a shorter epoch than was skipped. Use the same data.")
+            raise LoaderError("The position is past the end of a shorter epoch. Use the same data.")
         return self._cut(order, stream or 0)
 
     def _cut(self, order: Iterator[Any], stream: int) -> Iterator[list[Any]]:
@@ -105,14 +105,14 @@ class SampleSource:
             yield chunk
 
     def _generators(self, stream: int | None) -> Context:
-        """Return the context of all draws, in place after a snapshot."""
+        """Return a context for all draws, empty for draws in place."""
         start = self.start
         generators = Generators({**global_generators(), **self.own})
         if start.in_place:
             self.states = generators.states()
             return nullcontext()
         if start.seed is None:
-            # RandomSampler also draws from its own at the end, so they go on to the next epoch.
+            # Not private, because RandomSampler's own generator continues into the next epoch.
             Generators(self.own).put(start.states or {})
             return Private(Generators(global_generators()), start.states or {})
         for part in parts_of(self.items):
@@ -134,7 +134,7 @@ def _drawn(items: Iterator[Any], context: Context, block: int) -> Iterator[Any]:
 
 
 class Reader:
-    """A rank's reading of an epoch, by a stand-in for a sampler or dataset."""
+    """A reader of a rank's epoch, as a stand-in for the sampler or dataset."""
 
     def __init__(self, loader: Any, source: SampleSource, streams: int = 1) -> None:
         self._loader = loader
@@ -142,7 +142,7 @@ class Reader:
         self.streams = streams
 
     def begin(self, start: Position) -> None:
-        #: The samples given to all ranks, by worker.
+        #: The number of samples given to all ranks, by worker.
         self.at = list(start.at or (0,) * self.streams)
         for batch in range(start.skip):
             # The loader takes a batch from each worker in turn.
@@ -150,16 +150,16 @@ class Reader:
         if start.skip:
             start = replace(start, at=tuple(self.at), own=None, skip=0)
         self.start = self._source.start = start
-        #: The number of batches that the loop got, and the last one's tag.
+        #: The number of batches that the loop got, and the last batch's tag.
         self.given = 0
         self.tag = Tag()
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        """Iterate over batches of a copy of the loader, with this stand-in."""
+        """Iterate over a copy of the loader that reads this stand-in."""
         raise NotImplementedError
 
     def take(self, tag: Tag) -> Share:
-        """Count a batch that the loop gets, and return this rank's rows of it."""
+        """Count a batch that the loop gets, and return this rank's rows."""
         self.given += 1
         self.tag = tag
         self.at[tag.stream] += tag.samples
@@ -185,7 +185,7 @@ class Reader:
 
 @final
 class RawReader(Reader):
-    """Reads a loader with its own state, such as torchdata's StatefulDataLoader."""
+    """A reader for loaders with their own ``__iter__``, such as StatefulDataLoader."""
 
     def open(self, loader: DataLoader[Any]) -> Batches:
         raw, used = self._loader, self.at[0]
@@ -217,7 +217,7 @@ class SamplerReader(Reader):
     def _tagged(self, batches: Iterator[Any]) -> Batches:
         source, before = self._source, self.at[0]
         for batch in batches:
-            # The loader has read this step, and perhaps more. The last one may be shorter.
+            # The loader has read this step, and maybe more steps. The last step may be shorter.
             samples = min(source.division.width, source.read - before)
             if samples <= 0:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
@@ -226,8 +226,8 @@ class SamplerReader(Reader):
             before += samples
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter() of a custom batch sampler before it draws the seed of the workers,
-        # and all other samplers draw when the loader asks for the first batch.
+        # Draw in torch's order: torch calls iter() on a custom batch sampler before it draws the
+        # workers' seed, and all other samplers draw at the first batch.
         is_generator = isgeneratorfunction(type(self._source.items).__iter__)
         is_eager = self._source.division.units and not is_generator
         return self._batches(self._source.chunks() if is_eager else None)
@@ -240,7 +240,7 @@ class SamplerReader(Reader):
                 yield share[0] if division.units else share
 
     def is_complete(self) -> bool:
-        # The same on every rank at the same step, also on a rank without a share of the last step.
+        # Count all ranks' samples, so that a rank without a share of the last step agrees.
         size, division = length_of(self._source.items), self._source.division
         least = division.width if division.drop_last else 1
         return size is not None and self.at[0] + least > size

@@ -1,4 +1,4 @@
-"""The division of an epoch over the ranks, generators, and checksums of samples."""
+"""The division of an epoch among ranks, generators, and checksums of samples."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..trees import walk
 
 
 class Share(NamedTuple):
-    """A rank's samples of a global step."""
+    """A rank's samples in a global step."""
 
     offset: int
-    #: -1 if it isn't known. Then ``real`` is 1 or 0.
+    #: -1 if unknown. Then ``real`` is 1, or 0 for padding.
     size: int
-    #: The samples before the padding.
+    #: The number of samples before the padding.
     real: int
 
 
@@ -33,7 +33,7 @@ WHOLE: Final = Share(0, -1, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The division of ``world * batch`` consecutive samples over the ranks."""
+    """The division of ``world * batch`` consecutive samples among the ranks."""
 
     rank: int
     world: int
@@ -59,7 +59,7 @@ class Division:
         return Share(offset, size, size)
 
     def rows(self, count: int) -> Share:
-        """Return this rank's rows of its batch. Padding is of no samples."""
+        """Return this rank's rows of its batch. A ``count`` of 0 is padding."""
         has_padding = self.even and not self.drop_last and self.world > 1
         if count and not has_padding:
             return WHOLE
@@ -69,13 +69,13 @@ class Division:
         return share
 
     def local_steps(self, remaining: int) -> int:
-        """Return the number of this rank's batches of ``remaining`` samples."""
+        """Return the number of this rank's batches in ``remaining`` samples."""
         full, tail = divmod(remaining, self.width)
         return full + (not self.drop_last and self.share(tail).size > 0)
 
 
 def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
-    """Return a rank's share of a global step, padded from the epoch's start."""
+    """Return a rank's share of a global step, padded with the epoch's first items."""
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))
@@ -85,7 +85,7 @@ def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
 
 
 def has_parts(items: Any) -> bool:
-    """True if items can be cut, tensors and arrays along their first dimension."""
+    """True if items can be split, along the first dimension of tensors and arrays."""
     if isinstance(items, torch.Tensor) or type(items).__module__ == "numpy":
         return bool(getattr(items, "shape", ()))
     return isinstance(items, list | tuple | range) and not hasattr(items, "_fields")
@@ -105,7 +105,7 @@ def mix(*values: Any) -> int:
 
 
 def parts_of(sampler: Any) -> list[Any]:
-    """Return a sampler, its attributes, and those of the samplers among them."""
+    """Return a sampler, its attributes, and those of samplers among them."""
     parts = [sampler]
     for part in parts:
         if part is sampler or isinstance(part, Sampler):
@@ -126,24 +126,24 @@ def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """Return the seed of all epochs of a loader, by its place in ``setup``."""
+    """Return the seed of a loader's epochs. ``place`` is its index in ``setup``."""
     if seed is not None:
         return mix(seed, place)
     own = [seed_of(generator) for generator in own_generators(loader).values()]
-    # A loader with a generator draws from that alone.
+    # A loader with its own generators draws from nothing else.
     return mix(None, *own) if own else mix(torch.initial_seed(), place)
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Let torch draw on the CPU, also after ``torch.set_default_device``."""
-    # Workers that start inside a device context stay in it, and each call of torch gets slower.
+    """Make torch draw on the CPU, even after ``torch.set_default_device``."""
+    # Skip the context if possible. Workers inherit it, and every call of torch gets slower.
     is_cpu = torch.get_default_device().type == "cpu"
     return nullcontext() if is_cpu else torch.device("cpu")
 
 
 def identity(items: Any) -> int:
     """Return a checksum of nested items, the same in every process."""
-    # Random augmentation changes values, so integers and texts count alone if there are any.
+    # Random augmentation changes floats, so only integers and strings count if there are any.
     checksums = [0, 0]
 
     def visit(path: str, leaf: Any) -> Any:
@@ -155,7 +155,7 @@ def identity(items: Any) -> int:
             content = repr(leaf).encode()
         elif hasattr(leaf, "tobytes") and dtype != "object":  # objects are stored by address
             content = leaf.tobytes()
-        # Labels and tokens have wide integers, and pixels have bytes.
+        # Wide integers are labels or tokens. Bytes are pixels, which augmentation changes.
         is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
         checksums[is_name] = zlib.crc32(content, checksums[is_name])
         return leaf
@@ -165,7 +165,7 @@ def identity(items: Any) -> int:
 
 
 def first_sample(dataset: Any) -> str:
-    """Return a checksum of a dataset's first sample, "" if it isn't in memory."""
+    """Return a checksum of a dataset's first sample, or "" if it isn't in memory."""
     index = 0
     while type(dataset) is Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]

@@ -21,7 +21,7 @@ from .checks import LoaderOptions, LoaderPlace
 from .readers import Batches, Reader, SampleSource, Tag
 from .sampling import Division, identity, portion
 
-#: Every rank reads the stream, or its shards of a Hugging Face dataset, or rank 0 reads for all.
+#: Ranks read the full stream, or their shards of a Hugging Face dataset, or rank 0 reads for all.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
 _LABEL: Final = "reading an iterable dataset"
 
@@ -40,7 +40,7 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
 
 @final
 class _StreamView(IterableDataset[Any]):
-    """A rank's share of a stream as a dataset."""
+    """A rank's share of a stream, as a dataset."""
 
     def __init__(self, source: SampleSource, mode: str) -> None:
         vars(self).update(_source=source, _mode=mode)
@@ -49,7 +49,7 @@ class _StreamView(IterableDataset[Any]):
         source: SampleSource = self._source
         division, info, first = source.division, get_worker_info(), 0
         if info:
-            # The states seed the workers, which draw from their own generators.
+            # The saved states only seed the workers. A worker draws from its own generators.
             source.start = replace(source.start, states=None)
         for chunk in source.chunks(info.id if info else 0):
             if division.world > 1:
@@ -104,7 +104,7 @@ class StreamReader(Reader):
     def open(self, loader: DataLoader[Any]) -> Batches:
         process, mode = self._process, self._mode
         source, division = self._source, self._division
-        # It seeds the workers, which draw the stream. Without workers this is replaced.
+        # The state that seeds the workers. Without workers, chunks() replaces it.
         seeding = self._loader.generator or torch.default_generator
         source.states = Generators({"seeds": seeding}).states()
         parts = vars(loader)
@@ -124,7 +124,7 @@ class StreamReader(Reader):
     # -- Streams that the ranks read together. Every step is collective. --
 
     def _compared(self, batches: Batches) -> Batches:
-        """Yield the batches after a comparison of the first items of the stream."""
+        """Compare the ranks' first items of the stream, then yield the batches."""
         item, firsts = _read_together(batches)
         if len(set(firsts)) > 1:
             kind = type(self._loader.dataset).__name__
@@ -139,7 +139,7 @@ class StreamReader(Reader):
         is_dispatched = self._mode == DISPATCHED
         places = agree(_LABEL, self._division.rank) if is_dispatched else []
         if not is_dispatched and not self.start.epoch:
-            # If the dataset was sharded before, sharding it once more would lose most of it.
+            # Make sure that the dataset isn't sharded yet. A second sharding would lose most of it.
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
         padding: Any = None
@@ -155,7 +155,7 @@ class StreamReader(Reader):
                     dist.scatter_object_list(received, sent, group=group, group_src=0)
                 item = received[0]
             elif padding is None:
-                # A resumed rank may have read its shards already.
+                # A rank that resumes may have no item left to copy, so ask the other ranks.
                 is_full = len(firsts) == process.place.world_size
                 others = [item] if is_full else agree(_LABEL, item)
                 padding = Tag(), copy.deepcopy(next(filter(None, others))[1])
@@ -164,7 +164,7 @@ class StreamReader(Reader):
 
 
 def _read_together(batches: Batches) -> tuple[Any, list[int]]:
-    """Read a batch, or None at the end, and all ranks' checksums. Collective."""
+    """Return the next batch, or None, and all ranks' checksums. Collective."""
     item, error = None, None
     try:
         item = next(batches, None)

@@ -24,11 +24,11 @@ from .watchdog import Watchdog
 
 logger = logging.getLogger("accel")
 
-#: How a rank leaves, in the errors of the ranks that wait for it.
-TORN_DOWN: Final = "called accel.teardown(), and does not come"
+#: Why a rank left. The errors of the ranks that wait for it show this text.
+TORN_DOWN: Final = "called accel.teardown() and won't join"
 _RETURNED: Final = (
-    "ended its program, by its end or sys.exit. Its loop was shorter (use accel.join), or it makes "
-    "fewer calls of accel"
+    "finished its program or called sys.exit(). Use accel.join if its loop is shorter, or make "
+    "the same accel calls on all ranks"
 )
 
 _process: Process | None = None
@@ -40,22 +40,22 @@ def init(
     timeout: float | timedelta | None = None,
     devices: object = "auto",
 ) -> None:
-    """Choose the devices, and start the process group. Collective.
+    """Choose the devices and start the process group. Collective.
 
-    ``accel.setup`` calls it for you. Call it first to choose different settings.
-    A second call only checks that it asks for the same settings.
+    ``accel.setup`` calls this for you. Call it first to choose different settings.
+    A later call can't change the settings of a running process group.
 
     Args:
         process_group: a backend of torch.distributed, such as "gloo" or
             "cpu:gloo,cuda:nccl". None: the backend for the devices.
-        timeout: how long a collective waits for other ranks, in seconds or as a
-            timedelta. None: 30 minutes.
-        devices: the devices of this node's processes; see docs/launch.md.
+        timeout: the longest wait for other ranks, in seconds or as a timedelta.
+            None: 30 minutes.
+        devices: the devices for all processes of this node. See docs/launch.md.
 
     Raises:
-        AccelError: accel runs with different settings, or a variable is wrong.
-        DeviceError: the devices don't exist or are too few, on any rank.
-        LaunchError: the process group doesn't start.
+        AccelError: accel runs with different settings, or a variable is invalid.
+        DeviceError: a device doesn't exist, or a rank has too few devices.
+        LaunchError: the process group can't be started.
     """
     refuse_fork()
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
@@ -67,9 +67,9 @@ def init(
     is_other = process_group and process.group and backends != process.backends
     if is_other or limit not in (None, process.timeout):
         raise AccelError(
-            f"accel.init(process_group={process_group!r}, timeout={timeout!r}): accel runs with "
-            f"{dict(process.backends)} and {process.timeout.total_seconds():g} s. Call "
-            "accel.teardown() before you change it."
+            f"accel.init(process_group={process_group!r}, timeout={timeout!r}) can't change the "
+            f"settings {dict(process.backends)} and {process.timeout.total_seconds():g} s. "
+            "Call accel.teardown() first."
         )
     use_devices(devices)
 
@@ -84,7 +84,7 @@ def _start(requested: str | None, timeout: timedelta | None, devices: object) ->
 
 
 def refuse_fork() -> None:
-    """Raise AccelError in a forked process, such as a worker of a DataLoader."""
+    """Raise AccelError in a forked process, such as a DataLoader worker."""
     if _process is not None and os.getpid() != _process.pid:
         raise AccelError(
             f"This process was forked from rank {rank()}, like a DataLoader worker, and can't "
@@ -93,39 +93,39 @@ def refuse_fork() -> None:
 
 
 def current() -> Process:
-    """Return the running process. Collective if it must start."""
+    """Return the running process. Starting it is collective."""
     refuse_fork()
     process = _process or _start(None, None, "auto")
     if process.ended:
         end_groups(process.ended)
         raise AccelError(
-            f"the process groups were ended: {process.ended}; call accel.teardown() to start again"
+            f"Call accel.teardown() to restart. The process groups were shut down: {process.ended}"
         )
     return process
 
 
 def running() -> Process | None:
-    """Return the process if accel runs in it. Start nothing."""
+    """Return the process if accel is running. Starts nothing."""
     return None if ended() else _process
 
 
 def ended() -> str:
-    """Return why the process groups were ended, or an empty string."""
+    """Return why the process groups were shut down, or an empty string."""
     return "" if _process is None else _process.ended
 
 
 def use_devices(devices: object) -> None:
-    """Use the devices of a call's ``devices=``. ``"auto"`` changes nothing."""
+    """Use the devices of a ``devices=`` argument. ``"auto"`` changes nothing."""
     process = _process or _start(None, None, devices)
-    # "free:2" would find that this process uses the devices.
+    # Don't resolve "free:2" twice: the GPUs that this process uses are no longer free.
     if devices in ("auto", process.request):
         return
     place = current().place
     chosen = pick(resolve(devices), place.local_rank, place.local_world_size)
     if chosen != process.devices and (process.dependents or process.control is not None):
         raise DeviceError(
-            f"devices={devices!r}: this process uses {', '.join(map(str, process.devices))}. "
-            "Call accel.teardown() before you change it."
+            f"devices={devices!r}: this process already uses "
+            f"{', '.join(map(str, process.devices))}. Call accel.teardown() first."
         )
     process.request, process.devices = devices, chosen
     process.select()
@@ -135,7 +135,7 @@ def use_devices(devices: object) -> None:
 
 
 def shutdown(how: str = TORN_DOWN) -> None:
-    """End accel's process groups. The other ranks hear ``how``."""
+    """Shut down the groups. Other ranks' errors show ``how``."""
     global _process
     process = _process
     if process is None:
@@ -147,12 +147,12 @@ def shutdown(how: str = TORN_DOWN) -> None:
     if process.ended:
         end_groups(process.ended)
     else:
-        process.release("the processes were shut down")
+        process.release("the process groups were shut down")
         if process.control is not None and dist.group.WORLD is process.group:
             groups = (None,) if process.owns_group else (process.control, *process.subgroups)
             for group in groups:
                 dist.destroy_process_group(group)
-    # A gloo thread that frees a tensor while the interpreter ends aborts the process.
+    # Free the groups now. A gloo thread that frees a tensor during exit aborts the process.
     process.group = process.control = None
     process.meshes.clear()
     process.subgroups.clear()
@@ -161,21 +161,21 @@ def shutdown(how: str = TORN_DOWN) -> None:
 
 
 def end_groups(reason: str, *, mismatch: bool = False) -> None:
-    """End all process groups. Ranks in any collective raise within two seconds. Local.
+    """Shut down all process groups. Ranks in a collective raise within two seconds. Local.
 
-    ``current`` raises with the reason until ``shutdown``.
+    ``current`` raises an error with the reason until ``shutdown``.
     """
     process = _process
     if process is not None:
         process.end(reason, mismatch)
         process.release(process.ended)
-    # You may have started a new default group.
+    # Don't abort a default group that the user has started since.
     if dist.is_initialized() and (process is None or dist.group.WORLD is process.group):
         distributed_c10d._abort_process_group()
 
 
 def _at_exit() -> None:
-    """End the groups before the interpreter, or gloo's threads may abort the process."""
+    """Shut down before the interpreter exits, or gloo's threads may abort the process."""
     process = _process
     if process is None or os.getpid() != process.pid:
         return
@@ -191,28 +191,28 @@ def _at_exit() -> None:
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:
-    """End the groups. Return the error for a collective that lost a rank."""
+    """Shut down. Return the error for a collective that lost a rank."""
     is_late = "imed out" in str(error) and not ended()
     reason = reason_of(error)
     end_groups(reason)
-    text = f"rank {rank()} cannot go on in {call}: {reason}"
+    text = f"rank {rank()} can't continue in {call}: {reason}"
     if _process is not None and _process.mismatch:
         return RankMismatchError(text)
     if is_late:
-        advice = "Look for a call under accel.is_main(), or raise accel.init(timeout=...)."
+        advice = "Look for a call under accel.is_main(), or increase accel.init(timeout=...)."
         return TimeoutError(f"{text}. {advice}")
     return AccelError(text)
 
 
 def reason_of(error: RuntimeError) -> str:
-    """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""
+    """Return why a collective failed. Wait up to 3 s for other ranks to report it."""
     watchdog = None if _process is None else _process.watchdog
     reason = "" if watchdog is None else watchdog.reason_of(error)
-    return ended() or reason or "a connection between the ranks broke, and no rank says why"
+    return ended() or reason or "a connection between ranks was lost, and no rank reported why"
 
 
 def who_is_missing(error: BaseException) -> str:
-    """Return the ranks because of which an error ends this rank, or an empty string."""
+    """Describe the ranks that caused an error. Empty if unknown."""
     watchdog = None if _process is None else _process.watchdog
     return "" if watchdog is None else watchdog.who_is_missing(error)
 
@@ -225,7 +225,7 @@ def _place() -> Place:
 
 
 def rank() -> int:
-    """Return the number of this process in the job. Starts nothing."""
+    """Return the rank of this process in the job. Starts nothing."""
     return _place().rank
 
 
@@ -235,7 +235,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its node. Starts nothing."""
+    """Return the rank of this process on its node. Starts nothing."""
     return _place().local_rank
 
 
@@ -259,11 +259,11 @@ def own_devices() -> Devices:
 def print(
     *values: object, sep: str = " ", end: str = "\n", every_rank: bool = False, **options: Any
 ) -> None:
-    """Print on rank 0 only. ``every_rank`` prints the rank's number, too.
+    """Print on rank 0. With ``every_rank``, all ranks print, after their number.
 
-    Other options are those of Python's ``print``.
+    The other options are passed to Python's ``print``.
     """
-    # One write, because the ranks write to the same terminal.
+    # Write only once, so that lines of different ranks don't mix in the terminal.
     text = sep.join(map(str, values)) + end
     if every_rank:
         text = f"[rank {rank()}] {text}"

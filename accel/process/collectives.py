@@ -21,7 +21,7 @@ from .packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 T = TypeVar("T")
 _Accept: TypeAlias = Callable[[Any], tuple[str, Any]]
 
-# The reductions of the list of all ranks' numbers. NaN wins in "max" and "min", as in torch.
+# Reductions of a list with each rank's number. As in torch, "max" and "min" return any NaN.
 _OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
     "sum": sum,
     "mean": lambda values: sum(values) / len(values),
@@ -36,11 +36,11 @@ _OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
 
 @torch.no_grad()
 def all_reduce(data: T, op: str = "sum") -> T:
-    """Combine each tensor and number over the ranks. Collective.
+    """Reduce each tensor and number across ranks. Collective.
 
-    Results are new tensors without gradients, as torch reduces the stacked tensors.
-    The mean of integers has the default dtype. None stays None. On one process you
-    get your own tensors back.
+    Results are new tensors without gradients, equal to torch's reduction of the stacked
+    tensors. The mean of integers has the default dtype. None stays None. A single
+    process gets its own tensors back.
 
     Args:
         data: a tensor or number, or nested dicts, lists, tuples and dataclasses.
@@ -71,19 +71,19 @@ def all_gather(
 def all_gather(
     data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False
 ) -> Any:
-    """Concatenate each tensor of all ranks along its first dimension. Collective.
+    """Concatenate each tensor across ranks along its first dimension. Collective.
 
     The first dimension may differ between ranks. Scalars become a tensor with a
-    value per rank. None stays None. On one process you get your own tensors back.
+    value per rank. None stays None. A single process gets its own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
-        gradients: let gradients flow back, for a contrastive loss over all samples.
+        gradients: backpropagate through the result, for example in a contrastive loss.
             Every rank must use the result in its loss, because backward is a collective.
-        pad: fill the other dimensions with this value up to the longest of all
-            ranks, because ``generate`` returns different lengths.
+        pad: pad the other dimensions with this value up to the longest. For example,
+            ``generate`` returns different lengths.
         objects: gather any object that can be pickled. Lists are joined. Any other
-            object becomes a list with an item per rank. Tensors arrive on your device.
+            object becomes a list with an item per rank. GPU tensors move to your device.
 
     Raises:
         AccelError: a leaf is not a tensor, or structure, dtypes or shapes differ.
@@ -124,13 +124,13 @@ def gather(
 def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     """Return the tensors of rank ``src`` on every rank. Collective.
 
-    None stays None. On one process you get your own tensors back.
+    None stays None. A single process gets its own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
         src: the rank that sends.
         objects: send any object that can be pickled. The other ranks may pass None.
-            Tensors arrive on your device.
+            GPU tensors move to your device.
 
     Raises:
         AccelError: a leaf is not a tensor, or structure, shapes or dtypes differ.
@@ -158,13 +158,13 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
-    """Return the data with ``visit(path, leaf)`` in each leaf's place.
+    """Return the data with each leaf replaced by ``visit(path, leaf)``.
 
-    With ``objects``, lists and tuples of texts are leaves.
+    With ``objects``, lists and tuples of strings are leaves.
     """
 
     def is_leaf(tree: Any) -> bool:
-        # torch's collate makes a tuple from a batch of texts.
+        # torch's collate may return a batch of strings as a tuple.
         is_texts = type(tree) is tuple and isinstance((*tree, None)[0], str | bytes)
         return objects and (isinstance(tree, list) or is_texts)
 
@@ -175,10 +175,10 @@ def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
 
 
 def _number(leaf: Any) -> tuple[str, Any]:
-    # NumPy's scalars count as numbers.
+    # NumPy scalars, which have an empty shape, count as numbers.
     if isinstance(leaf, int | float | complex) or getattr(leaf, "shape", None) == ():
         return "a number", leaf.item() if hasattr(leaf, "item") else leaf
-    raise AccelError(f"{described(leaf)}; expected a tensor or number")
+    raise AccelError(f"{described(leaf)}. Pass a tensor or number.")
 
 
 def _pickled(leaf: Any) -> tuple[str, Any]:
@@ -186,17 +186,17 @@ def _pickled(leaf: Any) -> tuple[str, Any]:
 
 
 def _refuse(leaf: Any) -> tuple[str, Any]:
-    expected = "expected a tensor, or dicts, lists and tuples of tensors"
-    raise AccelError(f"{described(leaf)}; {expected}; else pass objects=True")
+    expected = "Pass a tensor, or dicts, lists and tuples of tensors"
+    raise AccelError(f"{described(leaf)}. {expected}, or set objects=True.")
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    # A gradient of FSDP, or its norm. Only this rank's shard would be sent.
+    # For example an FSDP gradient or its norm. Only this rank's shard would be sent.
     if hasattr(tensor, "full_tensor"):
-        raise AccelError("a DTensor; call full_tensor() first")
+        raise AccelError("a DTensor. Call full_tensor() first.")
     if not is_dense(tensor):
         text = f"a {tensor.layout} tensor on {tensor.device}"
-        raise AccelError(f"{text}; expected a dense tensor")
+        raise AccelError(f"{text}. Pass a dense tensor.")
     return tensor
 
 
@@ -206,7 +206,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _pack(leaf: Any) -> bytearray:
     def copied(tensor: Tensor) -> Tensor:
-        # torch.save writes the whole storage, also for a single row of a dataset.
+        # Clone, because torch.save writes the full storage even for a single row of a dataset.
         return _dense(tensor).detach().clone()
 
     buffer = io.BytesIO()
@@ -223,28 +223,28 @@ def _unpack(content: bytearray) -> Any:
 
 
 class _Leaves:
-    """The leaves of this rank's data by path."""
+    """The leaves of this rank's data, by path."""
 
     def __init__(
         self, call: str, data: Any, accept: _Accept, free_dims: int = 0, problem: str = ""
     ) -> None:
         """Raise on every rank if leaves differ or a rank has a problem. Collective.
 
-        ``accept`` returns the kind of a leaf beside the tensors, and the value to send.
+        ``accept`` returns the kind of a leaf that isn't a tensor, and the value to send.
         The ranks may have different sizes in the first ``free_dims`` dimensions.
         """
         objects = accept is _pickled
         self.call, self._objects = call, objects
         process = self._process = current()
         self.group, self.world = process.group, process.place.world_size
-        #: Leaves for torch.distributed.
+        #: Leaves that torch.distributed sends.
         self.tensors: dict[str, Tensor] = {}
         leaves: dict[str, Any] = {}
         kinds: dict[str, str] = {}
-        # Numbers and pickled objects, then shapes.
+        # First numbers and pickled objects by path, then the shapes of tensors.
         sent: dict[str, Any] = {}
         walked(leaves.setdefault, data, objects)
-        # The order of a dict's keys may differ between ranks.
+        # Sort, because the order of a dict's keys may differ between ranks.
         for path in sorted(leaves):
             leaf = leaves[path]
             try:
@@ -256,7 +256,7 @@ class _Leaves:
                     kinds[path], sent[path] = accept(leaf)
             except AccelError as error:
                 problem = problem or f"{path} is {error}"
-        #: The paths of leaves that travel with the comparison.
+        #: The paths of leaves that are sent along with the comparison.
         self.others = list(sent)
         on_cpu = "cpu" in process.backends and all(t.is_cpu for t in self.tensors.values())
         self.carrier = torch.device("cpu") if on_cpu else process.carrier
@@ -290,14 +290,14 @@ class _Leaves:
         return [sent[path] for _, _, sent in self._answers]
 
     def replaced(self, data: T, results: Mapping[str, Any]) -> T:
-        """Return the data with results instead of leaves."""
+        """Return the data with leaves replaced by results."""
         return walked(lambda path, leaf: results.get(path), data, self._objects)
 
 
 def _reduce_tensor(leaves: _Leaves, path: str, op: str) -> Tensor:
     tensor, world = _detached(leaves.tensors[path]), leaves.world
     if op in ("max", "min"):
-        # Backends lose NaN, because every comparison with it is false. torch's reductions don't.
+        # Backends drop NaN, because comparisons with NaN are false. Gather, and let torch reduce.
         if world == 1:
             return tensor
         rows = _gather_rows(tensor[None], [1] * world, leaves)
@@ -308,7 +308,7 @@ def _reduce_tensor(leaves: _Leaves, path: str, op: str) -> Tensor:
         dtype = torch.get_default_dtype() if op == "mean" else torch.int64
     if world == 1:
         return tensor.to(dtype)
-    # All backends reduce these dtypes, without overflow or loss.
+    # Every backend reduces these dtypes, and they neither overflow nor lose precision.
     least = torch.float32 if is_float else torch.int64
     wide_dtype = torch.promote_types(tensor.dtype, least)
     wide = tensor.to(leaves.carrier, wide_dtype, copy=True).contiguous()
@@ -321,7 +321,7 @@ def _reduce_tensor(leaves: _Leaves, path: str, op: str) -> Tensor:
 
 
 def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> Tensor:
-    """Fill all dimensions but the first up to the longest."""
+    """Pad all dimensions but the first to the longest."""
     longest = list(map(max, zip(*shapes, strict=True)))[1:]
     if list(tensor.shape[1:]) == longest:
         return tensor
@@ -333,7 +333,7 @@ def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> 
 @torch.no_grad()
 def _gather_rows(tensor: Tensor, rows: Sequence[int], leaves: _Leaves) -> Tensor:
     """Return the rows of all ranks."""
-    # They travel as bytes, in equally long messages.
+    # Send bytes, because some backends lack dtypes, and pad, because all_gather needs equal sizes.
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
     sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=leaves.carrier)
     sent[: tensor.nbytes] = bytes_of(tensor, leaves.carrier)
@@ -347,7 +347,7 @@ def _gather_rows(tensor: Tensor, rows: Sequence[int], leaves: _Leaves) -> Tensor
 
 
 def _let_gradients_flow(gathered: Tensor, tensor: Tensor, begin: int) -> Tensor:
-    """Put this rank's tensor in its rows. Add up all ranks' gradients in backward."""
+    """Insert this rank's tensor at its rows. Sum all ranks' gradients in backward."""
     own = tensor if tensor.dim() else tensor[None]
     rows = torch.cat([gathered[:begin], own, gathered[begin + len(own) :]])
     rows.register_hook(all_reduce)

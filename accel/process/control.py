@@ -29,17 +29,17 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     places, values = map(list, zip(*messages, strict=True))
     if places.count(what) < len(places):
         text = "; ".join(f"rank {r} is in {place!r}" for r, place in enumerate(places))
-        raise RankMismatchError(f"the ranks are at different points of the program: {text}")
+        raise RankMismatchError(f"the ranks are at different points in the program: {text}")
     return values
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
-    """True for an error of a closed connection, or of a collective after its timeout."""
-    # DataParallel raises errors of NCCL in a single process.
+    """True if a connection was closed, or a collective timed out."""
+    # With a single process, NCCL errors come from DataParallel, and no rank is lost.
     if not isinstance(error, RuntimeError) or (world_size() == 1 and not ended()):
         return False
     text = str(error)
-    # Errors of gloo begin with the path of its source file. The last is from Work.wait(timeout).
+    # gloo's errors start with the path of its source file. Work.wait(timeout) raises the other.
     is_gloo = "gloo/transport" in text or "Operation timed out!" in text
     return bool(ended()) or is_gloo or "NCCL" in text or isinstance(error, dist.DistError)
 
@@ -67,18 +67,18 @@ class Waiting:
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:
-    """Announce the next collective of an engine. Collective if it isn't predicted.
+    """Announce the next collective of an engine. Collective if it wasn't predicted.
 
     ``details`` must be equal on all ranks, too.
     """
     event = (what, details)
     if process.order.expects(event):
         return
-    with Waiting(process, f"front of {what}"):
+    with Waiting(process, f"the check before {what}"):
         try:
             agree(what if details is None else f"{what} {details}", None)
         except RankMismatchError as error:
-            # A third rank may wait in a collective that these ranks don't come to.
+            # Other ranks may wait in a collective that these ranks will never join.
             end_groups(str(error), mismatch=True)
             raise
     process.order.learn(event)
@@ -93,15 +93,15 @@ def raise_together(
     problems: Sequence[str],
     kind: type[AccelError] = RankMismatchError,
 ) -> None:
-    """Raise if a rank failed: its own error there, and ``kind`` on the other ranks.
+    """Raise if a rank failed: ``own`` on that rank, and ``kind`` on the other ranks.
 
-    ``problems`` are the errors of all ranks as texts, or empty texts.
+    ``problems`` has each rank's error as a string, or an empty string.
     """
     if own is not None:
         raise own
     for number, text in enumerate(problems):
         if text:
-            error = kind(f"{what} failed on rank {number}, so on every rank: {text}")
+            error = kind(f"{what} failed on rank {number}: {text}")
             error.failed_rank = number
             raise error
 
@@ -109,11 +109,11 @@ def raise_together(
 def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
-    """Raise if ``value`` differs. Return every rank's ``beside``. Collective."""
+    """Raise if the ranks' values differ. Return every ``beside``. Collective."""
     values, others = map(list, zip(*agree(what, (value, beside)), strict=True))
     if values.count(value) < len(values):
-        # Ranks may wait elsewhere.
-        message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
+        # Other ranks may wait in a collective that these ranks will never join.
+        message = f"{what}: the ranks differ: {explain(values)}. Make the same change on all ranks."
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
     return others
@@ -123,14 +123,14 @@ def require_equal(
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective."""
+    """Wait until every rank arrives. Collective."""
     agree("barrier", None)
 
 
 def any_rank(flag: bool) -> bool:
     """True if the flag is true on any rank. Collective.
 
-    Use it if one rank decides to stop, and all must, such as ``any_rank(loss.isnan())``.
+    Use it to stop all ranks if a single rank must stop, as in ``any_rank(loss.isnan())``.
     """
     return any(agree("any_rank", bool(flag)))
 
@@ -139,10 +139,10 @@ def any_rank(flag: bool) -> bool:
 def main_first(*, local: bool = False) -> Iterator[None]:
     """Run the body on rank 0 first, then on all other ranks. Collective.
 
-    If it fails on a first rank, the others don't run it and raise AccelError.
+    If the body fails on a first rank, the other ranks skip it and raise AccelError.
 
     Args:
-        local: run it on the first rank of each node first.
+        local: run the body on each node's first rank first.
     """
     is_first = (local_rank() if local else rank()) == 0
     problem = ""

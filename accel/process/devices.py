@@ -1,4 +1,4 @@
-"""The devices of this node, and those for a request such as ``"free:2"``."""
+"""Find the devices of this node, and resolve requests such as ``"free:2"``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import AccelError, DeviceError
 
 Devices: TypeAlias = "tuple[torch.device, ...]"
 
-# MiB. The driver uses less, and any CUDA context uses more.
+# In MiB. An idle GPU's driver uses less than this, and any CUDA context uses more.
 _IDLE_MEMORY: Final = 64
 
 
@@ -46,12 +46,12 @@ def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "dev
     try:
         numbers = _numbers(devices, count, kind)
     except (RuntimeError, ValueError) as error:
-        # torch.device raises a RuntimeError that lists 20 types of devices.
+        # Replace the text of torch.device's RuntimeError, which lists 20 device types.
         reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
         existing = f"{count} {kind} devices" if count else "no accelerator"
         raise DeviceError(
             f"{name}={devices!r}: {reason}, and this machine has {existing}. "
-            'Use a number, -1, a list [0, 1], a text "0, 1", "free:2", "cpu" or "auto".'
+            'Use a number, -1 for all, [0, 1], "0, 1", "free:2", "cpu" or "auto".'
         ) from None
     chosen = tuple(torch.device(kind, number) for number in numbers)
     return chosen or (torch.device("cpu"),)
@@ -66,17 +66,17 @@ def _numbers(devices: Any, count: int, kind: str) -> list[int]:
     if type(devices) is int:
         number = count if devices == -1 else devices
         if devices and not 0 < number <= count:
-            raise ValueError(f"there are {count} accelerators")
+            raise ValueError("the number is out of range")
         return list(range(number))
     listed = devices if isinstance(devices, list | tuple) else [devices]
     numbers = [_number(device, count, kind) for device in listed]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError("expected each device once, and at least one")
+        raise ValueError("expected distinct devices, and at least one")
     return numbers
 
 
 def _parse_text(text: str, count: int) -> Any:
-    """Return the object that a string stands for."""
+    """Convert a string to an int, a list or a torch.device."""
     if text in ("auto", "-1"):
         return None if text == "auto" and not count else -1
     if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
@@ -85,7 +85,7 @@ def _parse_text(text: str, count: int) -> Any:
         wanted = int(text.removeprefix("free:"))
         free = _free_gpus() if count else []
         if len(free) < wanted:
-            raise ValueError(f"{wanted} free accelerators are asked for, free are {free}")
+            raise ValueError(f"{wanted} free devices were requested, but only {free} are free")
         return free[:wanted]
     return torch.device(text)
 
@@ -95,7 +95,7 @@ def _number(device: Any, count: int, kind: str) -> int:
     device = torch.device(device) if isinstance(device, str) else device
     number = device
     if isinstance(device, torch.device) and device.type == kind:
-        # "cuda" is a single accelerator only if the machine has no others.
+        # "cuda" without a number is unambiguous only if the machine has a single accelerator.
         number = 0 if str(device) == kind and count == 1 else device.index
     if type(number) is not int or not 0 <= number < count:
         raise ValueError(f"there is no accelerator {str(device)!r}")
@@ -104,13 +104,13 @@ def _number(device: Any, count: int, kind: str) -> int:
 
 def _free_gpus() -> list[int]:
     """Return the idle GPUs."""
-    # torch would use memory of each, so the driver is asked.
+    # Ask the driver, because torch would create a context on each GPU, which takes memory.
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     table = subprocess.check_output(query, text=True)
     used = dict(row.split(", ") for row in table.splitlines())
     free: list[int] = []
     for gpu in range(torch.cuda.device_count()):
-        # The numbers depend on CUDA_VISIBLE_DEVICES.
+        # Compare UUIDs: CUDA_VISIBLE_DEVICES renumbers torch's GPUs, but not nvidia-smi's.
         name = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
         if int(used[name]) <= _IDLE_MEMORY:
             free.append(gpu)
@@ -118,15 +118,15 @@ def _free_gpus() -> list[int]:
 
 
 def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
-    """Return the devices of a rank. It gets all if it is alone on its node."""
+    """Return the devices of a rank. The only rank on a node gets all devices."""
     if local_world_size == 1:
         return devices
-    # A launcher may show each rank a single device, always as number 0.
+    # If a launcher makes a single GPU visible to each rank, it is number 0 on every rank.
     return (devices[local_rank % len(devices)],)
 
 
 def default_backend(kind: str) -> str:
-    """Return the process group's backends for the CPU and a type of device."""
+    """Return torch's default backends for the CPU and a device type."""
     if kind == "cpu":
         return "gloo"
     backend = dist.Backend.default_device_backend_map.get(kind)
@@ -136,13 +136,13 @@ def default_backend(kind: str) -> str:
 
 
 def parse_backend(text: str) -> dict[str, str]:
-    """Return the backend of each device type."""
-    # The first is "undefined".
+    """Return the backend for each device type."""
+    # Skip the first backend, "undefined".
     known = dist.Backend.backend_list[1:]
     for part in text.lower().split(","):
         if part.rpartition(":")[2] not in known:
             raise AccelError(
-                f"process_group={text!r}: the backends are {', '.join(known)}. "
-                'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
+                f"process_group={text!r} isn't one of {', '.join(known)}. "
+                'Pass one, or a string such as "cpu:gloo,cuda:nccl".'
             )
     return dict(dist.BackendConfig(dist.Backend(text)).get_device_backend_map())

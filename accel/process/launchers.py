@@ -1,4 +1,4 @@
-"""Find the rank and the address of rank 0 in the variables of a launcher."""
+"""Find the rank and rank 0's address in a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names of a launcher's variables. Those in ``job`` identify a start."""
+    """The variables of a launcher. Those in ``job`` identify a run."""
 
     name: str
     rank: str
@@ -43,7 +43,7 @@ def _with_prefix(name: str, prefix: str, *job: str) -> _Launcher:
     return _Launcher(name, f"{prefix}RANK", f"{prefix}SIZE", f"{local}RANK", f"{local}SIZE", job)
 
 
-# Environment variables that you set by hand are torchrun's.
+# If you set environment variables by hand, use torchrun's names.
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _HOROVODRUN = _with_prefix("horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
@@ -57,7 +57,7 @@ _SLURM = _Launcher(
 
 
 def detect(env: Environ) -> Place:
-    """Return the place of this process, which is alone without a launcher."""
+    """Return the place of this process. Without a launcher there is only one."""
     launcher = _find_launcher(env)
     if launcher is None:
         return Place()
@@ -73,15 +73,15 @@ def detect(env: Environ) -> Place:
 
 
 def _find_launcher(env: Environ) -> _Launcher | None:
-    """Return the launcher of this process, the innermost if they are nested."""
+    """Return the launcher of this process, or the innermost if nested."""
     for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI, _MPICH):
-        # srun sets MPICH's rank and size, too.
+        # srun also sets MPICH's rank and size, so check the local rank to detect MPICH.
         other = launcher.local_rank if launcher is _MPICH else launcher.world_size
         if launcher.rank in env and other in env:
             return launcher
     if _in_slurm_step(env):
         return _SLURM
-    # A variable is missing. The error names it.
+    # If a variable is missing, return the launcher anyway. detect() then names the variable.
     for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in env or launcher.world_size in env:
             return launcher
@@ -89,14 +89,14 @@ def _find_launcher(env: Environ) -> _Launcher | None:
 
 
 def _in_slurm_step(env: Environ) -> bool:
-    """True if ``srun`` started this process. Shells of jobs aren't ranks."""
+    """True if ``srun`` started this process as a rank, not as a job's shell."""
     if _SLURM.rank not in env or "SLURM_STEP_ID" not in env:
         return False
-    # `srun` inside of an interactive job starts ranks, but the shell itself is a step, too.
+    # An interactive shell is a step, too, but a program that you start in it isn't a rank.
     is_shell = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if is_shell and _integer(env, _SLURM.rank) > 0:
         raise AccelError(
-            "SLURM_JOB_NAME is an interactive shell's. Rename the job, or use torchrun."
+            "SLURM_JOB_NAME names a shell, but srun started ranks. Rename the job, or use torchrun."
         )
     return not is_shell
 
@@ -106,7 +106,7 @@ def _integer(env: Environ, name: str) -> int:
     try:
         return int(value)
     except ValueError:
-        text = f"{name} must be an integer, and is {value}."
+        text = f"{name} must be an integer, but is {value}."
         raise AccelError(f"{text} Set all variables of your launcher.") from None
 
 
@@ -117,13 +117,13 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 def _local_place(env: Environ, launcher: _Launcher, world_size: int) -> tuple[int, int]:
     """Return the local rank and the local world size."""
-    # Kubeflow's PyTorchJob sets no local rank, and each process is alone on its node.
+    # Kubeflow's PyTorchJob sets no local rank, because each node has a single process.
     if launcher.local_rank not in env and env.get(launcher.local_size, "1") == "1":
         return 0, 1
     local_rank = _integer(env, launcher.local_rank)
     counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if launcher is _SLURM and counts and "SLURM_NODEID" in env:
-        # "2(x3),1" means 2, 2, 2 and 1.
+        # "2(x3),1" means 2, 2, 2 and 1 tasks on four nodes.
         tasks: list[int] = []
         for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
             tasks += [int(count)] * int(repeats or 1)
@@ -154,5 +154,5 @@ def _master_port(env: Environ, launcher: _Launcher) -> int | None:
     identity = [env[name] for name in launcher.job if name in env]
     if not identity:
         return None
-    # All ranks derive the same port. It is below the ephemeral ports, which other programs get.
+    # Every rank computes the same port, below the ephemeral ports that other programs get.
     return 15000 + zlib.crc32(".".join(identity).encode()) % 10000

@@ -1,11 +1,11 @@
-"""Predict the next collective of an engine, to compare only unexpected ones."""
+"""Predict an engine's next collective, to compare only unexpected ones."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import TypeAlias, final
 
-#: The name of a collective, and what else must be equal on all ranks.
+#: The name of a collective, and details that must be equal on all ranks.
 Event: TypeAlias = tuple[str, Hashable]
 
 
@@ -13,23 +13,23 @@ Event: TypeAlias = tuple[str, Hashable]
 class Order:
     """The sequence of this rank's collectives, and a prediction of the next.
 
-    Ranks with the same past predict the same event. A predicted event needs no comparison,
-    because a rank that does something else compares first.
+    Ranks with the same history predict the same event. A predicted event needs no comparison,
+    because a rank with a different event compares first.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Predict nothing, because the ranks may have been at different points."""
+        """Forget all predictions, because the ranks may have different histories."""
         self._next: dict[Event | None, Event] = {}
-        # The next event after an event has come a number of times since the last restart.
+        # The next event, by the last event and its number of occurrences since the restart.
         self._next_by_count: dict[tuple[Event | None, int], Event] = {}
         self._counts: dict[Event, int] = {}
         self._last: tuple[Event | None, int] = (None, 0)
 
     def expects(self, event: Event) -> bool:
-        """True if this is the predicted event. It is counted then."""
+        """True if the event was predicted. Counts it if so."""
         predicted = self._next_by_count.get(self._last) or self._next.get(self._last[0])
         if predicted != event:
             return False
@@ -42,8 +42,8 @@ class Order:
         self._count(event)
 
     def restart(self) -> None:
-        """Count from zero."""
-        # A step depends on the number of backwards since the last step.
+        """Reset the counts."""
+        # A step is predicted by the number of backwards since the last step.
         self._counts.clear()
 
     def _count(self, event: Event) -> None:

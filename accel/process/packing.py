@@ -18,14 +18,14 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 # -- objects ---------------------------------------------------------------------------------------
 
-# Bytes of the first message, and of the length in front of the content.
+# The size in bytes of the first message, and of the length that precedes the content.
 _FIRST: Final = 1024
 _LENGTH: Final = 8
 
 
 def to_tensor(data: bytes | bytearray) -> Tensor:
     """Return the bytes as a tensor with its own memory."""
-    # A gloo thread may free the tensor after the interpreter has ended. It must not need Python.
+    # The clone doesn't need the bytearray. A gloo thread may free it after Python has exited.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
 
@@ -54,12 +54,12 @@ def gather_values(value: object, group: Any, timeout: timedelta) -> list[Any]:
     if rest > 0:
         for message, end in zip(messages, gather(data[_FIRST:], rest), strict=True):
             message += end
-    # pickle ignores the zeros behind the content.
+    # pickle ignores the zeros after the content.
     return [pickle.loads(message[_LENGTH:]) for message in messages]
 
 
 def send_value(value: object, to: int, group: Group) -> list[tuple[Any, Tensor]]:
-    """Begin to send an object to a rank. Return the sends with their memory."""
+    """Start to send an object to a rank. Return the requests with their buffers."""
     content = to_tensor(pickle.dumps(value))
     length = to_tensor(len(content).to_bytes(_LENGTH, "little"))
     return [(dist.isend(data, to, group), data) for data in (length, content)]
@@ -75,36 +75,36 @@ def receive_value(source: int, group: Group) -> Any:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if the tensor's values are in memory, as those of a strided tensor."""
+    """True if the tensor is strided and all of its values are in memory."""
     is_special = tensor.is_nested or tensor.is_quantized or tensor.is_meta
     return tensor.layout is torch.strided and not is_special
 
 
 def row_of(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as a row with a stride of 1, for ``view(dtype)``."""
+    """View a contiguous tensor as a row with stride 1, as ``view(dtype)`` needs."""
     row = tensor.view(-1)
     # x[:1, 0] is contiguous, but its single element has the stride of a row of x.
     return row if row.stride(0) == 1 else row.as_strided(row.shape, (1,))
 
 
 def bytes_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor's bytes on a device. Some backends don't know all dtypes."""
+    """Return the tensor's bytes on a device. Some backends don't support all dtypes."""
     return row_of(tensor.detach().to(device).contiguous()).view(torch.uint8)
 
 
 # -- many tensors ----------------------------------------------------------------------------------
 
-# Copies for a collective should stay in a CPU's cache. On accelerators, calls are expensive.
+# On a CPU, copies should fit in the cache. On accelerators, each call is expensive.
 _PIECE_BYTES: Final = 32 << 20
 _CPU_PIECE_BYTES: Final = 8 << 20
 
 
 @torch.no_grad()
 def broadcast_(tensors: Iterable[Tensor], group: Group, src: int = 0) -> None:
-    """Replace the tensors by those of rank ``src``, in place. Collective."""
+    """Replace the tensors with those of rank ``src``, in place. Collective."""
     targets: list[Tensor] = []
     for tensor in tensors:
-        # A buffer from expand() has several elements at one address.
+        # Elements of an expanded buffer share memory, so it can't be written in place.
         if 0 in tensor.stride() and not tensor.is_contiguous():
             tensor.data = tensor.contiguous()
         if tensor.numel():
@@ -112,7 +112,7 @@ def broadcast_(tensors: Iterable[Tensor], group: Group, src: int = 0) -> None:
     sent = list(map(Tensor.contiguous, targets))
     rows = [row_of(tensor).view(torch.uint8) for tensor in sent]
     if rows:
-        # DistributedDataParallel sends its weights with it.
+        # DistributedDataParallel broadcasts its weights with this function.
         send: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]
         send(group or dist.group.WORLD, rows, _CPU_PIECE_BYTES, src)
         _copy_back(targets, sent)
@@ -120,7 +120,7 @@ def broadcast_(tensors: Iterable[Tensor], group: Group, src: int = 0) -> None:
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor], world_size: int, add: Callable[[Tensor], object]) -> None:
-    """Replace the tensors by their means. ``add`` sums a flat tensor. Collective."""
+    """Replace the tensors with their means. ``add`` sums a flat tensor. Collective."""
     targets = list(tensors)
     used = list(map(Tensor.contiguous, targets))
     for (piece,) in _pieces([used]):
@@ -132,8 +132,8 @@ def average_(tensors: Iterable[Tensor], world_size: int, add: Callable[[Tensor],
 
 @torch.no_grad()
 def reduce_to_owners(by_owner: Sequence[Sequence[Tensor]], rank: int, group: Group) -> None:
-    """Replace the tensors of this rank by their means, in place. Collective."""
-    # Each owner adds up the parts of all ranks. A reduction per owner takes twice the time.
+    """Replace this rank's tensors with their means over all ranks. Collective."""
+    # Each owner sums the tensors of all ranks. A reduction per owner takes twice as long.
     used = [list(map(Tensor.contiguous, tensors)) for tensors in by_owner]
     for pieces in _pieces(used):
         owned, pieces[rank] = pieces[rank], []
@@ -142,7 +142,7 @@ def reduce_to_owners(by_owner: Sequence[Sequence[Tensor]], rank: int, group: Gro
         lengths[rank] = 0
         views = list(itertools.chain(*pieces))
         sent = torch.cat(views) if views else owned[0].new_empty(0)
-        # Bytes, because not every backend knows every dtype.
+        # Send bytes, because some backends don't support all dtypes.
         received = torch.empty(sum(lengths), dtype=torch.uint8, device=sent.device)
         dist.all_to_all_single(received, sent.view(torch.uint8), lengths, sizes, group=group)
         if owned:
@@ -153,7 +153,7 @@ def reduce_to_owners(by_owner: Sequence[Sequence[Tensor]], rank: int, group: Gro
 
 
 def _pieces(by_owner: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield flat views of each owner with equal dtypes and devices."""
+    """Yield pieces: for each owner, flat views with one dtype and device."""
     kinds: defaultdict[Any, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in by_owner])
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:

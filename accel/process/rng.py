@@ -20,7 +20,7 @@ def seed(n: int, *, per_rank: bool = False) -> None:
     """Seed Python, NumPy if it is installed, and torch on all devices.
 
     Args:
-        n: from 0 to 2**32 - 1.
+        n: a seed from 0 to 2**32 - 1.
         per_rank: add the rank to ``n``, so that each rank draws different numbers.
     """
     if per_rank:
@@ -35,28 +35,28 @@ def rng_state() -> RngState:
     """Return the random generators as an object for ``save`` and ``load``.
 
     Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. Each rank has
-    its own state. Additional ranks draw different numbers.
+    its own state. If you add ranks, they draw different numbers.
     """
     return RngState()
 
 
 @final
 class RngState:
-    """The generators of Python, torch on this rank's devices, and NumPy if in use."""
+    """The generators of Python, torch on this rank's devices, and NumPy if imported."""
 
     def state_dict(self) -> dict[str, Any]:
         states = global_generators().states()
         return {"numpy": None, **states, "devices": torch_states()[1:]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved state. Generators without a state stay as they are."""
+        """Restore a saved state. Generators without a saved state don't change."""
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
         global_generators().put(state_dict)
         put_torch_states([state_dict["torch"], *state_dict["devices"]])
 
     def diverge(self, number: int) -> None:
-        """Seed from the state and ``number``, to draw differently on each rank."""
+        """Seed from the state and ``number``, so that ranks draw different numbers."""
         content = bytes(torch.get_rng_state().tolist()) + str(number).encode()
         digest = hashlib.blake2b(content, digest_size=4).digest()
         seed(int.from_bytes(digest, "big"))
@@ -73,7 +73,7 @@ def torch_states() -> list[Tensor]:
 def put_torch_states(states: Sequence[Tensor]) -> None:
     """Restore the states of ``torch_states``."""
     torch.set_rng_state(states[0])
-    # The saving rank may have had another number of devices.
+    # The rank that saved may have had a different number of devices.
     for device, state in zip(_accelerators(), states[1:], strict=False):
         torch.get_device_module(device).set_rng_state(state, device)
 
@@ -86,7 +86,7 @@ def _accelerators() -> list[torch.device]:
 
 
 def global_generators() -> Generators:
-    """Return the global generators of the CPU."""
+    """Return the global CPU generators."""
     generators = Generators(torch=torch.default_generator, python=random)
     if "numpy" in sys.modules:
         generators["numpy"] = sys.modules["numpy"].random
@@ -101,14 +101,14 @@ def is_generator(value: Any) -> bool:
 
 
 def seed_of(generator: Any) -> Any:
-    """Return the seed of a torch generator, or the state of a different one."""
+    """Return a torch generator's seed, or any other generator's state."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     return to_plain(_get(generator))
 
 
 def _get(generator: Any) -> Any:
-    # Python's, then torch's and NumPy's global one, then those of NumPy's default_rng().
+    # Python has getstate(), torch and numpy.random get_state(), and default_rng() neither.
     get = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
     return get() if get else generator.bit_generator.state
 
@@ -125,14 +125,14 @@ def _seed(generator: Any, number: int) -> None:
     if hasattr(generator, "manual_seed"):
         generator.manual_seed(number)
     elif hasattr(generator, "seed"):
-        # NumPy takes 32 bits, Python all.
+        # NumPy takes seeds of up to 32 bits, and Python takes any.
         generator.seed(number if hasattr(generator, "getstate") else number % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(number).state
 
 
 class Generators(dict[str, Any]):
-    """Generators by name, which are read, restored and seeded together."""
+    """Named generators that are read, restored and seeded together."""
 
     def states(self) -> dict[str, Any]:
         return {name: _get(generator) for name, generator in self.items()}
@@ -144,7 +144,7 @@ class Generators(dict[str, Any]):
                 _set(generator, states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
-        """Return the states after seeding. The generators stay as they are."""
+        """Return the states after seeding. The generators don't change."""
         with Private(self, {}):
             for generator in self.values():
                 _seed(generator, seed)

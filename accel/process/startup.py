@@ -1,4 +1,4 @@
-"""Start the process groups of this rank, after all ranks have met in a store."""
+"""Start the process groups of this rank after all ranks have met in a store."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ from .watchdog import Watchdog, disconnect_all, named
 
 logger = logging.getLogger("accel")
 
-# The seconds between two looks at the store, at most.
+# The maximum number of seconds between two reads of the store.
 _LONGEST_PAUSE: Final = 0.5
-# accel can start again in the store of an earlier start, which other ranks may still use.
+# Keep every store: a later start uses it again, and other ranks may still read from it.
 _stores: Final[dict[tuple[str, int], Store]] = {}
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """This process as accel knows it, from ``init`` to ``shutdown``."""
+    """The state of this process from ``init`` to ``shutdown``."""
 
     place: Place
     timeout: timedelta
-    # A forked child has a different number.
+    # refuse_fork compares it, because a forked child has a different pid.
     pid: int = field(default_factory=os.getpid)
-    #: ``devices=`` as you passed it, and this rank's devices.
+    #: The ``devices=`` argument, and this rank's devices.
     request: object
     devices: Devices
     group: dist.ProcessGroup | None
     owns_group: bool = False
-    #: accel's own gloo group for small messages, and their number.
+    #: accel's own gloo group for small messages, and the number of messages so far.
     control: dist.ProcessGroup | None = None
     rounds: int = 0
-    #: The backend of ``group`` if you named it, and its backends by device type.
+    #: The requested backend (None: the default), and the backend for each device type.
     requested: str | None = None
     backends: Mapping[str, str]
-    #: The store of all ranks, the name of this start in it, and the hosts of all ranks.
+    #: The store of all ranks, this start's key prefix in the store, and every rank's host.
     store: Store | None = None
     token: str = ""
     hosts: list[str] = field(default_factory=list)
     watchdog: Watchdog | None = None
-    #: Why the groups were ended, and if the ranks were at different collectives.
+    #: Why the groups were shut down, and True if the ranks were in different collectives.
     ended: str = ""
     mismatch: bool = False
-    #: The accel call in which this rank waits for others, for the watchdog.
+    #: The accel call in which this rank waits for others. The watchdog reports it.
     doing: str = ""
     order: Order = field(default_factory=Order)
-    #: Objects that use the groups. ``abandon(reason)`` tells them of the end.
+    #: Objects that use the groups. Their ``abandon(reason)`` is called at shutdown.
     dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    #: Functions that make other libraries let go of the groups.
+    #: Functions that remove other libraries' references to the groups.
     releases: list[Callable[[], None]] = field(default_factory=list)
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     #: The groups of the meshes.
@@ -87,14 +87,14 @@ class Process:
 
     @property
     def carrier(self) -> torch.device:
-        """The device on which tensors travel between ranks."""
-        # gloo copies a GPU's tensors to the CPU, too.
+        """The device of the tensors that ranks exchange."""
+        # gloo copies GPU tensors to the CPU anyway, so accel does it first.
         if "cpu" in self.backends and self.backends.get(self.device.type) in (None, "gloo"):
             return torch.device("cpu")
         return self.device
 
     def end(self, reason: str, mismatch: bool) -> None:
-        """End the groups from any thread."""
+        """Disconnect the groups from any thread."""
         if self.ended:
             return
         self.mismatch, self.ended = mismatch, reason
@@ -103,7 +103,7 @@ class Process:
         disconnect_all()
 
     def release(self, reason: str) -> None:
-        """Tell engines, checkpoints and libraries about the end."""
+        """Detach engines, checkpoints and libraries from the groups."""
         for dependent in list(self.dependents):
             dependent.abandon(reason)
         self.dependents.clear()
@@ -144,8 +144,8 @@ def start(requested: str | None, timeout: timedelta | None, request: object) -> 
             _connect(process, backend, problem)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
-                f"accel did not start process group {backend!r} on {place.world_size} ranks: "
-                f"{error}. On several nodes, set GLOO_SOCKET_IFNAME to a network that they share."
+                f"accel could not start process group {backend!r} on {place.world_size} ranks: "
+                f"{error}. On several nodes, set GLOO_SOCKET_IFNAME to an interface they share."
             ) from error
     process.select()
     return process
@@ -166,7 +166,7 @@ def place_now() -> Place:
 
 
 def _connect(process: Process, backend: str, problem: str) -> None:
-    """Start the groups of this rank, unless a rank reports a problem."""
+    """Start the groups of this rank, or raise if a rank has a problem."""
     wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
     process.store = store
@@ -178,14 +178,14 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     try:
         _check(reports)
     except DeviceError:
-        # The other ranks still read the store of rank 0.
+        # Rank 0 may host the store, so it waits until the other ranks have read the reports.
         if process.place.rank == 0:
             time.sleep(2 * _LONGEST_PAUSE)
         raise
     if process.group is None:
-        # Optimizers import it later. Imported now, it can't hold on to the group.
+        # If an optimizer imported this module later, its default arguments would keep the group.
         importlib.import_module("torch.distributed.nn")
-        # A group that is bound to its device connects at once. Ranks can't share the device.
+        # NCCL connects at once if bound to a device. gloo isn't bound, so ranks may share a GPU.
         binds = kind == "cuda" and protocol != "gloo"
         dist.init_process_group(
             backend,
@@ -199,18 +199,18 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     process.control = dist.new_group(
         timeout=process.timeout, backend="gloo", group_desc="accel control"
     )
-    # A rank that ends now would close connections that other ranks still make.
+    # Without this barrier, a rank that exits early breaks connections that others still open.
     dist.barrier(process.control)
 
 
 def _check(reports: list[dict[str, str]]) -> None:
-    """Raise if a rank has a problem or a different type of devices."""
+    """Raise if a rank has a problem or a different device type."""
     expected = reports[0]["kind"]
     for rank, report in enumerate(reports):
         if report["problem"]:
             raise DeviceError(f"rank {rank}: {report['problem']}")
         if report["kind"] != expected:
-            raise DeviceError(f"rank {rank} uses {report['kind']}, but rank 0 {expected}")
+            raise DeviceError(f"rank {rank} uses {report['kind']}, but rank 0 uses {expected}")
 
 
 # -- the store in which the ranks meet -------------------------------------------------------------
@@ -218,7 +218,7 @@ def _check(reports: list[dict[str, str]]) -> None:
 
 @dataclass
 class Wait:
-    """The wait for the other ranks, which ends after ``limit``."""
+    """A wait for the other ranks, for at most ``limit``."""
 
     place: Place
     limit: timedelta
@@ -226,12 +226,12 @@ class Wait:
     next_log: float = 10.0
 
     def left(self) -> float:
-        """Return the seconds until the next log line or the end."""
+        """Return the seconds until the next log line or the limit."""
         due = min(self.next_log, self.limit.total_seconds())
         return self.begin + due - time.monotonic()
 
     def note(self, missing: list[int]) -> None:
-        """Log the missing ranks after 10, 20, 40 s. Raise LaunchError at the end."""
+        """Log the missing ranks after 10, 20, 40 s. Raise LaunchError at the limit."""
         place, limit = self.place, self.limit.total_seconds()
         waited = time.monotonic() - self.begin
         text = f"rank {place.rank} has waited {waited:.0f} s (of {limit:g}) for {named(missing)}"
@@ -247,12 +247,12 @@ class Wait:
 
 
 def open_store(wait: Wait) -> Store:
-    """Connect to the job's store. It is in rank 0, or in torchrun's agent."""
+    """Connect to the job's store, on rank 0 or in torchrun's agent."""
     place = wait.place
     if place.master_addr is None or place.master_port is None:
         raise LaunchError(
             f"{place.launcher} started {place.world_size} processes without an address. "
-            "Please set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a free port."
+            "Set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a free port."
         )
     address = (place.master_addr, place.master_port)
     is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -275,8 +275,8 @@ def open_store(wait: Wait) -> Store:
 
 def meet(store: Store, wait: Wait, report: dict[str, str]) -> tuple[str, list[dict[str, str]]]:
     """Return a new name for this start, and the reports of all ranks. Collective."""
-    # torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
-    # makes a new name, and the other ranks accept a name if its reports include their own.
+    # torchrun keeps its store across restarts, so it has keys of processes that have exited. So
+    # rank 0 creates a new name, and a rank accepts a name only if its reports have its ticket.
     rank, ticket = wait.place.rank, uuid.uuid4().hex
     message = json.dumps({"ticket": ticket, **report})
     if rank == 0:
@@ -306,8 +306,8 @@ def meet(store: Store, wait: Wait, report: dict[str, str]) -> tuple[str, list[di
 @contextlib.contextmanager
 def unseen_group() -> Iterator[None]:
     """Hide the default process group from imports inside."""
-    # Libraries have the group as a default argument. It would live until the interpreter ends, and
-    # with it gloo's threads: a thread that then frees a tensor aborts the process.
+    # Libraries use the group as a default argument. The group and gloo's threads would then live
+    # until the interpreter exits, and a thread that frees a tensor at exit aborts the process.
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
         yield
@@ -316,23 +316,23 @@ def unseen_group() -> Iterator[None]:
 
 
 def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
-    """Return the mesh of all ranks with these axes. Collective if it is new."""
+    """Return the mesh of all ranks with these axes. Collective if new."""
     key = tuple(axes.items())
     if key in process.meshes:
         return process.meshes[key]
     ranks = torch.arange(process.place.world_size, device="cpu").view(*axes.values())
     groups: Any = []
-    # init_device_mesh would give the groups torch's timeout.
+    # Create the groups here, because init_device_mesh uses torch's default timeout.
     for axis, size in enumerate(axes.values() if len(axes) > 1 else ()):
         lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
         group, _ = dist.new_subgroups_by_enumeration(lines, process.timeout)
         groups.append(group)
     process.subgroups += groups
-    # DTensor's caches compare meshes by name, and an earlier start's mesh has groups that are gone.
+    # Each start needs new names: DTensor's caches would reuse an old mesh with destroyed groups.
     names = tuple(f"{name} {process.token[:8]}" for name in axes)
     kind = process.device.type
     mesh = DeviceMesh.from_group(groups or [process.group], kind, mesh=ranks, mesh_dim_names=names)
-    # They also keep the mesh forever, and with it the groups that it registers.
+    # The caches keep the mesh forever. Clear its registry, or the groups stay alive as well.
     process.releases.append(getattr(mesh, "_pg_registry", {}).clear)
     process.meshes[key] = mesh
     return mesh

@@ -1,4 +1,4 @@
-"""Copy tensors between devices and the CPU, and compare them over ranks."""
+"""Copy tensors between devices and the CPU, and compare them across ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..trees import move
 
-#: Bytes of a piece on its way to the CPU, and of each of the two pinned buffers.
+#: The size in bytes of a piece that is copied to the CPU, and of each pinned buffer.
 PIECE: Final = 16 << 20
 
 
@@ -25,7 +25,7 @@ def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 def begun(devices: Iterable[torch.device]) -> list[Any]:
-    """Return events for the end of the work in the devices' queues."""
+    """Return events for the end of the work queued on the devices."""
     return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
@@ -36,7 +36,7 @@ def finish(events: Iterable[Any]) -> None:
 
 
 def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield pieces on the CPU. Each is valid until you ask for the next."""
+    """Yield the tensors in pieces on the CPU. Each is valid until the next."""
     buffers: list[Tensor] = []
     last: tuple[Tensor, list[Any]] | None = None
     for tensor in tensors:
@@ -59,9 +59,9 @@ def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         yield last[0]
 
 
-# -- sums, to compare tensors over the ranks -------------------------------------------------------
+# -- sums, to compare tensors across ranks ---------------------------------------------------------
 
-#: For each tensor a sum and its tolerance.
+#: A sum and its tolerance for each tensor.
 Sums: TypeAlias = "list[tuple[float, float]]"
 
 
@@ -73,7 +73,7 @@ def sums_of(tensors: Iterable[Tensor]) -> Sums:
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         row = values.detach().reshape(-1).double()
         places = torch.linspace(1, 2, len(row), dtype=row.dtype, device=row.device)
-        # Weights without a common factor, so labels 3, 0 differ from 1, 1.
+        # With weights 1 and 2, the labels 3, 0 and 1, 1 have equal sums. With roots they don't.
         total, size = torch.stack([row @ places.sqrt(), row.abs().sum()]).tolist()
         tolerance = 1e-12
         if values.is_floating_point():
@@ -83,15 +83,15 @@ def sums_of(tensors: Iterable[Tensor]) -> Sums:
 
 
 def find_difference(by_rank: Mapping[int, Sums]) -> str:
-    """Return a text about the first tensor with different values, or an empty text."""
+    """Describe the first tensor with different values, or return an empty string."""
     first, *others = by_rank
     for rank in others:
         pairs = zip(by_rank[first], by_rank[rank], strict=True)
         for index, ((a, tolerance), (b, _)) in enumerate(pairs):
-            # Equal infinities have no difference, and equal NaNs no order.
+            # inf - inf is NaN, and NaN isn't equal to itself, so check equal values separately.
             is_same = a == b or abs(a - b) <= tolerance or (a != a and b != b)
             if not is_same:
-                return f"tensor {index} has other values on rank {rank} than on rank {first}"
+                return f"tensor {index} has different values on rank {rank} than on rank {first}"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""The watchdog thread of each rank: it logs who waits where, and ends stuck groups.
+"""The watchdog thread of each rank. It logs where ranks wait, and shuts down stuck groups.
 
-Every second it reads the counter ``alarm`` in the job's store. A rank raises it to ask all
-ranks for a report, or to tell its own end (key ``news``).
+Every second it reads the counter ``alarm`` in the job's store. A rank increments the counter
+to ask all ranks for a report, or to announce its end (key ``news``).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _UNUSED_TAG: Final = 0x5EED
 _BUSY: Final = 0.05
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
-# Files of libraries: accel, the packages beside torch, and Python itself.
+# Files that aren't the user's: accel, the packages next to torch, and Python itself.
 _LIBRARIES: Final = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(os.path.dirname(torch.__file__)) + os.sep,
     os.path.dirname(os.__file__) + os.sep,
     "<frozen",
 )
-# The hooks of a reducer have no frames, so these functions of torch are the innermost.
+# A reducer's hooks have no Python frame, so the innermost frame is one of these functions.
 _REDUCING: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward"}
-# These wait for a single rank, which may still come.
+# These calls wait for a single rank that may still arrive, so they aren't stuck.
 _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -51,10 +51,10 @@ _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 class Report:
     """The position of a rank."""
 
-    #: The accel call or torch collective in which it waits. Empty outside of collectives.
+    #: The accel call or torch collective in which the rank waits. Empty if in neither.
     place: str
     line: str = ""
-    #: The number of accel's messages to all ranks, and the seconds in this place.
+    #: The number of accel's messages to all ranks, and the seconds spent in ``place``.
     rounds: int = 0
     waited: float = 0.0
 
@@ -66,7 +66,7 @@ class Report:
 def _position(thread: int) -> tuple[str, str]:
     """Return a thread's torch collective, and the line of the user's program."""
     collective, in_torch = "", True
-    # traceback.extract_stack() would look at all files on the disk.
+    # traceback.extract_stack() would check every source file on the disk.
     frames = traceback.walk_stack(sys._current_frames().get(thread))
     for depth, (frame, line) in enumerate(frames):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -90,10 +90,10 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
-    """True if every rank has long waited, but not all in the same place."""
+    """True if all ranks have waited for long, but not all in the same place."""
     places = set()
     for report in reports:
-        # A rank that computes, sleeps or reads data may still come.
+        # A rank that computes, sleeps or reads data may still arrive.
         if report is None or report.place in ("", *_POINT_TO_POINT) or report.waited < patience:
             return False
         places.add(report.place)
@@ -102,24 +102,24 @@ def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
 
 @final
 class Watchdog:
-    """A thread that looks at the training thread and at the other ranks."""
+    """A thread that monitors the training thread and the other ranks."""
 
     def __init__(self, process: Process) -> None:
-        #: How ranks have left, by rank. They won't join any more collectives.
+        #: Why ranks have left, by rank. They won't join any more collectives.
         self.left: dict[int, str] = {}
-        #: The seconds in a collective after which a rank asks the others where they are.
+        #: The seconds of waiting after which a rank asks the other ranks for reports.
         self.patience = min(10.0, process.timeout.total_seconds() / 5)
-        #: The seconds between two looks at the store.
+        #: The seconds between two reads of the store.
         self.interval = 1.0
         self._process = process
         self._rank, self._world = process.place.rank, process.place.world_size
         self._trainer = threading.get_ident()
-        # A connection does one thing at a time, so this thread needs its own.
+        # A connection handles one request at a time, so this thread needs its own connection.
         store: Any = process.store
         path = f"accel/{process.token}/watchdog"
         self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
         self._alarm = 0
-        # The time of the last question of any rank, and the wait before this rank's next.
+        # The time of the last query of any rank, and the wait before this rank's next query.
         self._asked, self._due = 0.0, 0.0
         self._last = Report("")
         self._since = self._seen = time.monotonic()
@@ -129,15 +129,15 @@ class Watchdog:
         self._thread.start()
 
     def tell_end(self, reason: str, mismatch: bool) -> None:
-        """Tell all ranks why this rank ended the process groups. They end theirs."""
+        """Tell all ranks why this rank shut down its groups. They do the same."""
         self._stopped.set()
         self._tell(reason, True, mismatch)
 
     def leave(self, how: str) -> None:
-        """Stop. Tell all ranks ``how`` this rank leaves, unless it is empty."""
+        """Stop, and tell all ranks ``how`` this rank leaves, if not empty."""
         if how:
             self._tell(how, False, False)
-        # The store may end with rank 0, so the others get 1.5 intervals to hear it.
+        # The store may exit with rank 0, so the others get 1.5 intervals to read the news.
         deadline = time.monotonic() + 1.5 * self.interval
         with suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
@@ -155,14 +155,14 @@ class Watchdog:
         _try_for(2, tell)
 
     def _run(self) -> None:
-        # The process with the store may have ended.
+        # The store raises RuntimeError if the process that hosts it has exited.
         with suppress(RuntimeError):
             while not self._stopped.wait(self.interval):
                 self._look()
                 self._answer()
 
     def _answer(self) -> None:
-        """React to news and questions of other ranks."""
+        """Handle news and queries of other ranks."""
         alarm = self._store.add("alarm", 0)
         if alarm == self._alarm:
             return
@@ -181,7 +181,7 @@ class Watchdog:
 
     def _end(self, reason: str, mismatch: bool) -> None:
         if not self._process.ended:
-            logger.error("rank %d: the process groups were ended: %s", self._rank, reason)
+            logger.error("rank %d: the process groups were shut down: %s", self._rank, reason)
         self._process.end(reason, mismatch)
 
     def _report(self) -> Report:
@@ -196,15 +196,15 @@ class Watchdog:
         now, cpu = time.monotonic(), time.process_time()
         is_busy = cpu - self._cpu > _BUSY * (now - self._seen)
         self._seen, self._cpu = now, cpu
-        # Reading the stack holds the interpreter, so a rank that computes doesn't pay for it.
+        # Reading the stack holds the GIL, so don't read it if this rank computes.
         report = self._last = Report("") if is_busy else self._report()
         if not report.waited:
             self._since, self._due = now, self.patience
         if self.left and self._process.doing and report.waited > self.patience:
-            # The connections of a rank that has left stay open until its process ends.
-            self._end(f"{self._who_left()}, and rank {self._rank} {report}", False)
+            # A rank that has left keeps its connections until it exits, so no collective fails.
+            self._end(f"{self._who_left()}. Rank {self._rank} {report}", False)
             return
-        # The lowest waiting rank asks first, and its question serves all.
+        # The lowest waiting rank asks first. The others then wait, because one query is enough.
         turn = min(self._rank, 50) * self.interval / 10
         if report.waited > self._due + turn and now - self._asked > self.patience / 2:
             self._due = 2 * report.waited
@@ -228,7 +228,7 @@ class Watchdog:
         ranks_by_text: dict[str, list[int]] = {}
         for rank, report in reports.items():
             host = self._process.hosts[rank]
-            silent = f"(host {host}) did not answer: it ended, hangs or has no link"
+            silent = f"(host {host}) did not answer: it exited, hangs or can't be reached"
             ranks_by_text.setdefault(str(report or silent), []).append(rank)
         return "; ".join(f"{named(ranks)} {text}" for text, ranks in ranks_by_text.items())
 
@@ -248,7 +248,7 @@ class Watchdog:
         return reports
 
     def reason_of(self, error: RuntimeError) -> str:
-        """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""
+        """Return why a collective failed. Wait up to 3 s for other ranks to report it."""
         deadline = time.monotonic() + 3
         while self._thread.is_alive() and time.monotonic() < deadline:
             if self._process.ended or self.left:
@@ -257,9 +257,9 @@ class Watchdog:
         return self._process.ended or self._who_left() or self.who_is_missing(error)
 
     def who_is_missing(self, error: BaseException) -> str:
-        """Return the ranks that caused an error, or an empty string."""
+        """Describe the ranks that caused an error. Empty if unknown."""
         text = str(error)
-        # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
+        # gloo raises RuntimeError. Connections that the user's program opens raise other classes.
         is_lost = isinstance(error, RuntimeError) and ("imed out" in text or "by peer" in text)
         if self._stopped.is_set() or not is_lost:
             return ""
@@ -283,7 +283,7 @@ class Watchdog:
 
 
 def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
-    """Use the store in a thread. Its node may be gone, and then it never answers."""
+    """Use the store in a thread, because the store of a lost node never answers."""
 
     def act() -> None:
         # ValueError: the user has destroyed the default group.
@@ -299,12 +299,12 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
 
 def disconnect_all() -> None:
-    """Close the connections of all groups, to free waiting threads."""
+    """Close the connections of all groups, to release waiting threads."""
     backends: list[Any] = []
     for group in list(distributed_c10d._world.pg_map):
         _close_gloo(group)
         backends += accelerator_backends(group)
-    # Groups may wait for each other's kernels, so torch ends them as a batch, newest first.
+    # Groups may wait for each other's kernels, so abort in one batch, newest first, as torch does.
     for name in ("_group_start", "abort", "_group_end"):
         for backend in reversed(backends) if name == "abort" else backends[-1:]:
             if hasattr(backend, name):
@@ -324,8 +324,8 @@ def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
 
 def _close_gloo(group: dist.ProcessGroup) -> None:
     """Close a gloo group's connections."""
-    # Aborting a group doesn't close them while a reducer or a pending operation holds it. A receive
-    # that times out does. One from a rank that is gone closes nothing, so we try all ranks.
+    # Aborting the group doesn't close them while a reducer or a pending operation holds it, but a
+    # receive that times out does. A receive from a lost rank closes nothing, so try all ranks.
     for peer in set(range(group.size())) - {group.rank()}:
         buffer = [torch.empty(1, device="cpu")]
         with suppress(RuntimeError):

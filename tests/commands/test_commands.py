@@ -97,5 +97,5 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     assert {f"backend {name}" for name in ENGINES} <= rows.keys()
     assert rows["backend ddp"] == "can run"
     assert rows["ACCEL_BACKEND"] == "ddp"
-    assert rows["launcher"].startswith("unknown: WORLD_SIZE must be an integer, and is not set.")
+    assert rows["launcher"].startswith("unknown: WORLD_SIZE must be an integer, but is not set.")
     assert "HOME" not in rows

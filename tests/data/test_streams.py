@@ -303,4 +303,4 @@ def test_dispatch_errors_reach_all_ranks() -> None:
     mine, other = outcomes(2, _fails, breaks=True)
     assert "KeyError" in mine.error
     assert "LoaderError" in other.error
-    assert "failed on rank 0, so on every rank: KeyError: 'the disk'" in other.message
+    assert "failed on rank 0: KeyError: 'the disk'" in other.message

@@ -91,5 +91,5 @@ def one_rank_dies() -> None:
 def test_a_killed_rank_ends_the_others() -> None:
     first, second = outcomes(2, one_rank_dies, breaks=True, fails=[Fault("exit 3", at="step", rank=1, turn=2)])
     assert "AccelError" in first.error, first.trace
-    assert "cannot go on in 'the reduction of gradients (Linear #" in first.message
+    assert "can't continue in 'the reduction of gradients (Linear #" in first.message
     assert second.message == "exit status 3"

@@ -298,4 +298,4 @@ def other_batches() -> None:
 
 def test_other_batches_of_one_sequence() -> None:
     for message in refusals(2, other_batches, error="RankMismatchError", breaks=True):
-        assert "tensor 0 has other values on rank 1 than on rank 0" in message
+        assert "tensor 0 has different values on rank 1 than on rank 0" in message

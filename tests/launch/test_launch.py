@@ -221,7 +221,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 
 FAILURES = {
-    "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
+    "raise": r"rank 1 of 2 in accel.launch\(fail\) raised an exception:(?s:.*)in fail(?s:.*)ValueError: boom",
     "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL\. .* out of memory",
 }
 
@@ -267,8 +267,8 @@ def fail_early(how: str) -> object:
 EARLY: dict[str, tuple[str, type | None]] = {
     "odd": (r"rank 1 of 2 (?s:.*)OddError: code 3", None),
     "exit": (r"rank 1 of 2 in accel.launch\(fail_early\) ended with exit status 3", None),
-    "main_first": (r"rank 0 of 2 .*raised; its traceback:(?s:.*)OSError: no route$", OSError),
-    "returns": (r"rank 1 \(.*\) has returned from its function, and does not come", accel.AccelError),
+    "main_first": (r"rank 0 of 2 .*raised an exception:(?s:.*)OSError: no route$", OSError),
+    "returns": (r"rank 1 \(.*\) has returned from its function and won't join", accel.AccelError),
     "result": (r"result\['best'\]\[0\]: _thread.lock", accel.LaunchError),
 }
 
@@ -354,7 +354,7 @@ def test_wrong_calls(monkeypatch: pytest.MonkeyPatch) -> None:
             accel.launch(place, num_processes=number)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(accel.LaunchError, match="rank 1 of 2 already"):
+    with pytest.raises(accel.LaunchError, match="already rank 1 of 2"):
         accel.launch(place, num_processes=2)
 
 

@@ -63,14 +63,14 @@ def one_rank_elsewhere(done: Path) -> str:
     done.touch()
     with pytest.raises(AccelError) as caught:
         agree("refresh", None, timeout=timedelta(seconds=3))
-    with pytest.raises(AccelError, match="process groups were ended: rank 1 is in all_reduce"):
+    with pytest.raises(AccelError, match="process groups were shut down: rank 1 is in all_reduce"):
         agree("next", None)
     return f"{type(caught.value).__name__} {caught.value}"
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     first, missing, late = outcomes(3, one_rank_elsewhere, tmp_path / "begins", breaks=True)
-    assert "rank 0 cannot go on in 'refresh': rank 1 is in all_reduce (test_collectives.py:" in first.value
+    assert "rank 0 can't continue in 'refresh': rank 1 is in all_reduce (test_collectives.py:" in first.value
     assert first.value.startswith("TimeoutError")
     assert "RuntimeError" in missing.error  # gloo's own, from the training collective
     assert "'refresh'" in late.value
@@ -97,7 +97,7 @@ def test_main_first(tmp_path: Path) -> None:
     (tmp_path / "failed").mkdir()
     first, second = outcomes(2, fail_first, tmp_path / "failed")
     assert "OSError" in first.error
-    assert "main_first failed on rank 0, so on every rank: OSError: disk full" in second.message
+    assert "main_first failed on rank 0: OSError: disk full" in second.message
     assert [entry.name for entry in (tmp_path / "failed").iterdir()] == ["0"]
 
 
@@ -326,11 +326,11 @@ def differences() -> None:
         "data is torch.float32 of shape (2) sent on cpu on rank 0": lambda: broadcast(torch.ones(size)),
         "rank 0 is in \"all_reduce(op='min')\"; rank 1": lambda: all_reduce(ones, "max" if rank else "min"),
         "rank 1 is in 'barrier'": lambda: barrier() if rank else all_reduce(ones),
-        'on rank 1: data["a"][1] is a str; expected a tensor': lambda: all_reduce({"a": [ones, "3" if rank else ones]}),
+        'on rank 1: data["a"][1] is a str. Pass a tensor': lambda: all_reduce({"a": [ones, "3" if rank else ones]}),
         "of shape (2) sent on cpu on rank 0 and a number": lambda: all_reduce([3 if rank else ones]),
         "expected op to be one of sum, mean, max, min, product": lambda: all_reduce(ones, "avg"),
         "data is a torch.sparse_coo tensor": lambda: all_gather(ones.to_sparse()),
-        "data[2].loss is a str; expected a tensor, or dicts": lambda: all_gather({2: Output("text")}),
+        "data[2].loss is a str. Pass a tensor, or dicts": lambda: all_gather({2: Output("text")}),
         "a list of objects on rank 0 and an object on rank 1": lambda: all_gather(
             "text" if rank else ["text"], objects=True
         ),

@@ -70,7 +70,7 @@ def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_free_gpus", lambda: [1, 3])
     assert parse_devices("free:2", 4) == cuda(1, 3)
     assert parse_devices("free:1", 4) == cuda(1)
-    with pytest.raises(DeviceError, match=r"3 free accelerators are asked for, free are \[1, 3\]"):
+    with pytest.raises(DeviceError, match=r"3 free devices were requested, but only \[1, 3\] are free"):
         parse_devices("free:3", 4)
 
 
@@ -78,7 +78,7 @@ def test_ranks_check_their_devices() -> None:
     first = {"kind": "mps", "problem": ""}
     startup._check([first, first])
     for second, words in (
-        ({"kind": "cpu", "problem": ""}, "rank 1 uses cpu, but rank 0 mps"),
+        ({"kind": "cpu", "problem": ""}, "rank 1 uses cpu, but rank 0 uses mps"),
         ({"kind": "mps", "problem": "no mps"}, "rank 1: no mps"),
     ):
         with pytest.raises(DeviceError, match=words):

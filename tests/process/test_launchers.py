@@ -113,14 +113,14 @@ def test_node_lists() -> None:
 
 CONTRADICTIONS: list[tuple[dict[str, str], str]] = [
     ({"RANK": "0"}, "WORLD_SIZE"),
-    ({"WORLD_SIZE": "2"}, "RANK must be an integer, and is not set"),
+    ({"WORLD_SIZE": "2"}, "RANK must be an integer, but is not set"),
     ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
     (without(SLURM, "SLURM_NTASKS"), "SLURM_NTASKS"),
     (SLURM | {"SLURM_JOB_NAME": "bash"}, "SLURM_JOB_NAME"),
     (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK"),
     (TORCHRUN | {"RANK": "4"}, "RANK=4.*WORLD_SIZE=4"),
     (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2.*LOCAL_WORLD_SIZE=2"),
-    (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be an integer, and is http"),
+    (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT must be an integer, but is http"),
 ]
 
 

@@ -190,8 +190,8 @@ class Ending:
     also: bool = False  # the acting rank prints it, too
 
 
-BARRIER = "^AccelError rank {} cannot go on in 'barrier': "
-LEFT = r"rank {} \(host \S+\) ended its program, by its end or sys.exit"
+BARRIER = "^AccelError rank {} can't continue in 'barrier': "
+LEFT = r"rank {} \(host \S+\) finished its program or called sys.exit"
 STUCK = r"^RankMismatchError .*rank 0 is in 'barrier' \(\S+:\d+.*rank 1 is in (for|back)ward \(\S+:\d+"
 STATE = r"model.state_dict\(\) of "
 ENDINGS = {

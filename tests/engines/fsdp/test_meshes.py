@@ -149,7 +149,7 @@ def other_batches() -> None:
 
 def test_different_batches_raise() -> None:
     for message in refusals(4, other_batches, error="RankMismatchError", breaks=True):
-        assert re.search("tensor 0 has other values on rank (1 than on rank 0|3 than on rank 2)", message)
+        assert re.search("tensor 0 has different values on rank (1 than on rank 0|3 than on rank 2)", message)
         assert "accel.data_parallel_place(model)" in message
 
 

@@ -83,10 +83,10 @@ def differ(match: str, grad: bool, action: Callable[[Any, bool], Any]) -> None:
 
 
 def all_differences() -> None:
-    differ("a forward .* other values on rank 1", True, lambda m, other: m(X.flip(0) if other else X))
-    differ("method forward .* other values on rank 1", False, lambda m, other: m(X.flip(0) if other else X))
+    differ("a forward .* different values on rank 1", True, lambda m, other: m(X.flip(0) if other else X))
+    differ("method forward .* different values on rank 1", False, lambda m, other: m(X.flip(0) if other else X))
     differ("got different inputs .* on rank 1", True, lambda m, other: m(X[1:] if other else X))
-    differ("method backward .* other values", True, lambda m, other: F.mse_loss(m(X), Y + other).backward())
+    differ("method backward .* different values", True, lambda m, other: F.mse_loss(m(X), Y + other).backward())
 
 
 def test_ranks_that_differ_all_raise() -> None:
