@@ -244,7 +244,8 @@ class Raw:
         return groups
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
-        return [self.parameter_names[id(p)] for p in group["params"]]
+        names = self.parameter_names
+        return [names[id(p)] for p in group["params"]]
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """Return this rank's shards or their master copies, not copied. Local."""

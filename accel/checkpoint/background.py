@@ -1,4 +1,4 @@
-"""Background saves: one at a time, in a thread, from a copy of the state in host memory."""
+"""Background saves: one at a time, in a thread, from a copy of the state."""
 
 from __future__ import annotations
 

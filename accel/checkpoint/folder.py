@@ -1,4 +1,4 @@
-"""Checkpoint directories: names, the commit, removal of old files, the newest checkpoint."""
+"""Checkpoint directories: names, the commit, removal of old files, the newest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ..errors import CheckpointError, is_url, refuse_url
@@ -67,10 +67,8 @@ def version_of(directory: str) -> str:
     return version
 
 
-def commit(
-    directory: str, version: str, record: Record, content: bytes = b"", keep: int | None = None
-) -> None:
-    """Replace the record if it has this version, and remove files of the earlier checkpoint."""
+def commit(directory: str, version: str, record: Record, content: bytes = b"") -> list[str]:
+    """Replace the record if it has this version. Return the paths of files to remove."""
     try:
         names = check_sizes(directory, record)
     except CheckpointError as error:
@@ -79,22 +77,34 @@ def commit(
             f"this job uses, on a file system that all nodes share ({error})"
         ) from error
     storage_of(directory).put(os.path.join(directory, NAME), content or encode(record), version)
-    # The checkpoint is committed, so a failure to remove old files is only a warning.
+    for file in record.files:
+        names.pop(file.name)
+    return _our_files(directory, names)
+
+
+def _our_files(directory: str, names: Iterable[str]) -> list[str]:
+    return [os.path.join(directory, name) for name in sorted(filter(_OURS.fullmatch, names))]
+
+
+def remove(directory: str, paths: Sequence[str]) -> None:
+    """Remove old files, and then empty directories except ``directory``."""
+    with _warning(directory):
+        for path in paths:
+            storage_of(path).remove(path)
+    for other in {*map(os.path.dirname, paths)} - {directory}:
+        # It may contain other files, and object stores have no directories.
+        with contextlib.suppress(OSError):
+            os.rmdir(other)
+
+
+@contextlib.contextmanager
+def _warning(directory: str) -> Iterator[None]:
+    """Log errors, because the checkpoint is already committed."""
     try:
-        for file in record.files:
-            names.pop(file.name)
-        sweep(directory, names)
-        if keep is not None:
-            prune(directory, keep)
+        yield
     except (OSError, CheckpointError) as error:
         text = "%s is saved, but older files could not be removed: %s"
         logger.warning(text, directory, explain(error))
-
-
-def sweep(directory: str, names: Iterable[str]) -> None:
-    """Remove those files that accel wrote."""
-    for name in sorted(filter(_OURS.fullmatch, names)):
-        storage_of(directory).remove(os.path.join(directory, name))
 
 
 def check_sizes(directory: str, record: Record) -> dict[str, int]:
@@ -108,9 +118,6 @@ def check_sizes(directory: str, record: Record) -> dict[str, int]:
     return sizes
 
 
-# -- several checkpoints ---------------------------------------------------------------------------
-
-
 def check_keep(directory: str, keep: object) -> None:
     """Raise if older checkpoints can't be found or counted."""
     if type(keep) is not int or keep < 1 or not _NUMBER.search(os.path.abspath(directory)):
@@ -121,7 +128,7 @@ def check_keep(directory: str, keep: object) -> None:
 
 
 def _by_age(paths: Iterable[str]) -> list[tuple[float, int, str]]:
-    """Return the record's time, the number and the path of each directory, newest first."""
+    """Return each directory's time, number and path, newest first."""
     ages = []
     for path in paths:
         time = storage_of(path).modified(os.path.join(path, NAME))
@@ -132,25 +139,26 @@ def _by_age(paths: Iterable[str]) -> list[tuple[float, int, str]]:
     return sorted(ages, reverse=True)
 
 
-def prune(directory: str, keep: int) -> None:
-    """Remove the oldest checkpoints in the series of ``directory``, but not ``directory``."""
+def prune(directory: str, keep: int) -> list[str]:
+    """Remove the oldest records in the series of ``directory``. Return the paths to remove."""
     root, name = os.path.split(directory)
-    storage, series, others = storage_of(root), _NUMBER.sub("", name), []
-    for other in storage.names(root):
-        path = os.path.join(root, other)
-        # Skip symbolic links, because the user wants to keep their targets.
-        is_other = other not in (name, series) and not os.path.islink(path)
-        if is_other and _NUMBER.sub("", other) == series:
-            others.append(path)
-    for _, _, path in _by_age(others)[keep - 1 :]:
-        names = storage.names(path)
-        # Remove the record first, so that an interruption doesn't leave a broken checkpoint.
-        storage.remove(os.path.join(path, NAME))
-        storage.sync(path)
-        sweep(path, names)
-        # The directory may contain other files, and object stores have no directories.
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+    storage, series = storage_of(root), _NUMBER.sub("", name)
+    others, old = [], []
+    with _warning(directory):
+        for other in storage.names(root):
+            path = os.path.join(root, other)
+            # Skip symbolic links, because the user wants to keep their targets.
+            is_other = other not in (name, series) and not os.path.islink(path)
+            if is_other and _NUMBER.sub("", other) == series:
+                others.append(path)
+        for _, _, path in _by_age(others)[keep - 1 :]:
+            names = storage.names(path)
+            record = os.path.join(path, NAME)
+            # Remove the record first, so that an interruption doesn't leave a broken checkpoint.
+            storage.remove(record)
+            storage.sync(path)
+            old += [record, *_our_files(path, names)]
+    return old
 
 
 def latest(root: str | os.PathLike[str]) -> str | None:
@@ -215,7 +223,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         for file in record.files:
             storage.link(os.path.join(old, file.name), os.path.join(new, file.name))
         storage.sync(new)
-        commit(new, version, record, read_whole(os.path.join(old, NAME)))
+        remove(new, commit(new, version, record, read_whole(os.path.join(old, NAME))))
 
     on_every_rank("accel.link", act)
 

@@ -1,4 +1,4 @@
-"""The objects in a state, which a load fills in place: models, optimizers, tensors and others."""
+"""The objects that a load fills in place: models, optimizers, tensors and others."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class StatefulObject(StateObject):
         self._target = target
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the user's object. If it raises, CheckpointError names the object."""
+        """Call a method of the user's object. CheckpointError names the object."""
         try:
             return method(*args)
         except Exception as error:
@@ -302,7 +302,7 @@ class OptimizerObject(StateObject):
         return dict(zip(saved, self._parameters, strict=True))
 
     def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
-        """Return the shards to fill. State that doesn't exist yet is on the meta device."""
+        """Return the shards to fill. State that doesn't exist is on the meta device."""
         names = self._names_here()
         #: The shapes and dtypes of saved state tensors, by their names here.
         self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -61,9 +61,6 @@ def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> 
             pass
 
 
-# -- from a shard to elements of files -------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Piece:
     """Elements to read from a stored box, and their target tensor."""
@@ -151,9 +148,6 @@ def _targets(tensor: torch.Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, 
         else:
             yield box, tensor.view(-1)[start : start + count].view(sizes)
         start += count
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -287,9 +281,6 @@ class _ShardFile:
         inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
         place = f"between bytes {chunk.begin} and {chunk.end}{inside}"
         raise CheckpointError(f"{file.path} is damaged {place}. {OTHER}")
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @final

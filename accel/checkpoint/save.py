@@ -260,9 +260,9 @@ class Writing:
                 storage.remove(os.path.join(self.directory, name))
             raise
 
-        def replace_record() -> None:
+        def replace_record() -> tuple[None, list[str]]:
             if self.rank:
-                return
+                return None, []
             writers = [rank for rank, file in enumerate(files) if file]
             record = Record(
                 id=save_id,
@@ -273,7 +273,13 @@ class Writing:
                 values=self.values,
                 ranks=[message.own for message in self.messages if message.own],
             )
-            folder.commit(self.directory, self.version, record, keep=self.keep)
+            old = folder.commit(self.directory, self.version, record)
+            if self.keep is not None:
+                old += folder.prune(self.directory, self.keep)
             log_end(self.directory, "saved", record.nbytes, self.begin)
+            return None, old
 
-        on_every_rank("accel.save (the record)", replace_record, gather)
+        _, (old, *_) = exchange("accel.save (the record)", replace_record, gather)
+        # Each rank removes a share, because large files take long.
+        remove = partial(folder.remove, self.directory, old[self.rank :: len(files)])
+        on_every_rank("accel.save (old files)", remove, gather)

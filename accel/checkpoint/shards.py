@@ -171,8 +171,6 @@ def _item(entry: Entry, shards: Sequence[Shard]) -> WriteItem:
     raise AssertionError(f"{entry} is not on this rank")
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
 METADATA: Final = "__metadata__"
 _ALIGN: Final = 64
 #: Bytes to hash and then write at once, so that they stay in a core's cache. Divides CHUNK.

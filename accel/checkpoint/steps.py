@@ -100,9 +100,6 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-# -- exchanges in a thread, while the main thread trains -------------------------------------------
-
-
 def background_gather(process: Process) -> Gather:
     """Return a gather for a thread, on a separate process group. Collective."""
     if process.control is None:

@@ -100,7 +100,7 @@ class Job:
             tensors=self.plan.stored({rank: number for number, rank in enumerate(files)}),
             values=self.contents[0].values,
         )
-        folder.commit(self.directory, self.version, new)
+        folder.remove(self.directory, folder.commit(self.directory, self.version, new))
 
 
 def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: bool = True) -> None:
