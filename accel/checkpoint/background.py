@@ -1,4 +1,4 @@
-"""Background saves: one at a time, in a thread, from a copy of the state."""
+"""Background saves: one at a time, in a thread, from a copy."""
 
 from __future__ import annotations
 
