@@ -35,7 +35,7 @@ def test_parity(backend: Any, world: int) -> None:
     need(backend, world)
     cells = cells_of(backend)
     if world > 1 and not engine_of(backend).synchronizes:
-        with pytest.raises(AssertionError, match="each process would train a model"):
+        with pytest.raises(AssertionError, match="each rank would train a separate model"):
             run(world, check_cells, cells[:1])
         return
     for rank, failures in enumerate(run(world, check_cells, chosen(cells, world), timeout=240)):
