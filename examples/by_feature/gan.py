@@ -37,9 +37,8 @@ def main():
             c_optimizer.zero_grad()
             scores = critic(torch.cat([real, fake.detach()]))
             real_score, fake_score = scores.chunk(2)
-            c_loss = (
-                F.softplus(-real_score).mean() + F.softplus(fake_score).mean()
-            )
+            real_loss = F.softplus(-real_score).mean()
+            c_loss = real_loss + F.softplus(fake_score).mean()
             c_loss.backward()
             c_optimizer.step()
 
