@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .engines import ENGINES, Engine, Options
+from .engines import ENGINES, Engine
 from .engines.base.memory import MemoryUse, TensorSize
 from .errors import AccelError
 from .registry import registry, resolve_module
@@ -114,7 +114,8 @@ def memory_report(
             for options in (kind(), *kind.variants, *shown):
                 use = backend.predict(module, tensors, options, world_size)
                 if use is not None:
-                    uses[world_size, _label(backend.name, options)] = use
+                    changed = str(options).removeprefix(kind.__name__).removesuffix("()")
+                    uses[world_size, backend.name + changed] = use
     numel = sum(tensor.numel for tensor in tensors if not tensor.is_buffer)
     title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}"
     return MemoryReport(f"{title}: bytes per rank", uses)
@@ -122,16 +123,6 @@ def memory_report(
 
 def _names(optimizers: Iterable[Optimizer]) -> str:
     return ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
-
-
-def _label(name: str, options: Options) -> str:
-    """Return a backend's name and its options that aren't defaults."""
-    usual, changed = type(options)(), []
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value != getattr(usual, field.name):
-            changed.append(f"{field.name}={value!r}")
-    return f"{name}({', '.join(changed)})" if changed else name
 
 
 def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorSize]:

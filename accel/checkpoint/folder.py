@@ -1,4 +1,4 @@
-"""Checkpoint directories: names, the commit, removal of old files, the newest."""
+"""Checkpoint directories: names, commit, removal of old files, the newest."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def version_of(directory: str) -> str:
 
 
 def commit(directory: str, version: str, record: Record, content: bytes = b"") -> list[str]:
-    """Replace the record if it has this version. Return the paths of files to remove."""
+    """Replace the record if it has this version. Return paths to remove."""
     try:
         names = check_sizes(directory, record)
     except CheckpointError as error:
@@ -108,7 +108,7 @@ def _warning(directory: str) -> Iterator[None]:
 
 
 def check_sizes(directory: str, record: Record) -> dict[str, int]:
-    """Raise if a checkpoint's file is missing or truncated. Return the sizes of all files."""
+    """Raise if a file is missing or truncated. Return the sizes of all files."""
     sizes = storage_of(directory).sizes(directory)
     for file in record.files:
         path, size = os.path.join(directory, file.name), sizes.get(file.name)
@@ -140,7 +140,7 @@ def _by_age(paths: Iterable[str]) -> list[tuple[float, int, str]]:
 
 
 def prune(directory: str, keep: int) -> list[str]:
-    """Remove the oldest records in the series of ``directory``. Return the paths to remove."""
+    """Remove the oldest records in the series of ``directory``. Return paths to remove."""
     root, name = os.path.split(directory)
     storage, series = storage_of(root), _NUMBER.sub("", name)
     others, old = [], []

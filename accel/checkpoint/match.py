@@ -65,7 +65,7 @@ class Summary:
 
 @final
 class Match:
-    """A state matched with saved values. Call ``decode``, then ``update`` to replace values."""
+    """A state matched with saved values. Call ``decode``, then ``update``."""
 
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
@@ -198,13 +198,12 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
         if len(texts) > _FIRST:
             first.append(f"and {len(texts) - _FIRST} more")
         lines += [title + ", ".join(first)] if title and first else first
-    text = "\n  ".join(lines)
+    text, title = "\n  ".join(lines), f"{directory} does not fit the state"
     if lines and strict:
-        raise CheckpointError(
-            f"{directory} does not fit the state, and nothing was changed:\n  {text}"
-        )
+        advice = "nothing was changed. Pass strict=False to load the rest"
+        raise CheckpointError(f"{title}, and {advice}:\n  {text}")
     if lines and rank() == 0:
-        logger.warning("%s does not fit the state. Skipped:\n  %s", directory, text)
+        logger.warning("%s. Skipped:\n  %s", title, text)
 
 
 def unfit(stored: Stored, slot: Shard, convert: bool) -> str:

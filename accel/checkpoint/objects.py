@@ -109,7 +109,7 @@ class TensorObject(StateObject):
 
 
 class StatefulObject(StateObject):
-    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a loader."""
+    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler."""
 
     kind = "stateful"
     stage = Stage.STATE_DICTS
@@ -140,7 +140,7 @@ class StatefulObject(StateObject):
 
 @final
 class RankObject(StatefulObject):
-    """An object with its own state on each rank: RNGs, and loaders that each rank reads alone."""
+    """An object with its own state on each rank, such as RNGs."""
 
     kind = "ranks"
     stage = Stage.RANKS

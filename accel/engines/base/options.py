@@ -38,6 +38,15 @@ class Options:
     #: Options that a memory report also shows if there are several ranks.
     shown: ClassVar[tuple[Options, ...]] = ()
 
+    def __str__(self) -> str:
+        """Return the options that aren't defaults, such as ``FSDP(replicas=2)``."""
+        changed = []
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if option.repr and value != option.default:
+                changed.append(f"{option.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     @final
     def __post_init__(self) -> None:
         """Raise BackendError for a wrong value of an option."""
