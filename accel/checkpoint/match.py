@@ -125,8 +125,9 @@ class Match:
 
     def _visit_object(self, leaf: Leaf, node: Json) -> None:
         assert self._state is not None
-        entry = self._state.object_of(leaf)
-        if not isinstance(node, dict) or node.get(TAG) != entry.kind:
+        tag = node.get(TAG) if isinstance(node, dict) else None
+        entry = self._state.object_of(leaf, tag)
+        if tag != entry.kind:
             self._refuse(f"{entry.path} is a {entry.kind}", node)
             return
         entry.node = node
@@ -198,7 +199,8 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
         if len(texts) > _FIRST:
             first.append(f"and {len(texts) - _FIRST} more")
         lines += [title + ", ".join(first)] if title and first else first
-    text, title = "\n  ".join(lines), f"{directory} does not fit the state"
+    text = "\n  ".join(lines)
+    title = f"{directory} does not fit the state"
     if lines and strict:
         advice = "nothing was changed. Pass strict=False to load the rest"
         raise CheckpointError(f"{title}, and {advice}:\n  {text}")

@@ -158,9 +158,6 @@ class RankObject(StatefulObject):
             self._target.diverge(rank)
 
 
-# -- modules ---------------------------------------------------------------------------------------
-
-
 @final
 class ModuleObject(StateObject):
     """A raw module, an engine's module, or the submodule at ``prefix`` of an engine's."""
@@ -235,9 +232,6 @@ def _module_object(module: nn.Module) -> StateObject:
                 f"({', '.join(shared[:3])}). Save the model that accel.setup returned."
             )
     return ModuleObject(module)
-
-
-# -- optimizers ------------------------------------------------------------------------------------
 
 
 @final
@@ -369,19 +363,21 @@ def _optimizer_object(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Sta
     return OptimizerObject(optimizer, None, None)
 
 
-def make_object(value: Any, name: str, path: str, modules: Sequence[nn.Module]) -> StateObject:
+def make_object(
+    value: Any, name: str, path: str, modules: Sequence[nn.Module], tag: object
+) -> StateObject:
     """Return the object of a value. ``modules`` name the parameters of raw optimizers."""
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
     try:
-        entry = value if isinstance(value, StateObject) else _object_of(value, modules)
+        entry = value if isinstance(value, StateObject) else _object_of(value, modules, tag)
     except AccelError as error:
         raise CheckpointError(f"{path}: {error}") from error
     entry.name, entry.path = name, path
     return entry
 
 
-def _object_of(value: Any, modules: Sequence[nn.Module]) -> StateObject:
+def _object_of(value: Any, modules: Sequence[nn.Module], tag: object) -> StateObject:
     if isinstance(value, nn.Module):
         return _module_object(value)
     if isinstance(value, Optimizer):
@@ -389,6 +385,8 @@ def _object_of(value: Any, modules: Sequence[nn.Module]) -> StateObject:
     if isinstance(value, torch.Tensor):
         return TensorObject(value)
     in_parts = isinstance(value, LoaderHandle) and value._accel.part
+    if tag is not None and isinstance(value, LoaderHandle):
+        in_parts = tag == RankObject.kind  # another number of ranks may have shared the stream
     if in_parts or isinstance(value, RngState):
         return RankObject(value)
     return StatefulObject(value)

@@ -243,7 +243,8 @@ class Writing:
 
     def finish(self, items: Sequence[WriteItem], gather: Gather) -> None:
         """Write this rank's file and, on rank 0, the record once all files exist. Collective."""
-        storage, save_id = storage_of(self.directory), self.messages[0].save_id
+        storage = storage_of(self.directory)
+        save_id = self.messages[0].save_id
         name = f"accel-{save_id}-{self.rank:05d}.safetensors"
 
         def write() -> tuple[None, Written | None]:

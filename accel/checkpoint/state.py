@@ -92,12 +92,12 @@ class State:
         items = list(tree.values())
         return tuple(items) if isinstance(value, tuple) else items
 
-    def object_of(self, leaf: Leaf) -> StateObject:
-        """Return the object to save or fill for a leaf."""
+    def object_of(self, leaf: Leaf, tag: object = None) -> StateObject:
+        """Return the object to save, or to fill from a node with this tag, for a leaf."""
         path = "state"
         for key in leaf.keys:
             path = place(path, key)
-        return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
+        return make_object(leaf.value, name_of(leaf.keys), path, self._modules, tag)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
         """Return the state as JSON, and its objects. The caller fills their nodes."""

@@ -100,9 +100,6 @@ def _files(entrance: str) -> list[str]:
         return [os.path.join(os.path.dirname(entrance), name) for name in sorted(names)]
 
 
-# -- export ----------------------------------------------------------------------------------------
-
-
 def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
     """Return a saved model's name and node. None chooses the only model."""
     tensors: dict[str, torch.Tensor] = {}

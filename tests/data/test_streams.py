@@ -185,6 +185,25 @@ def test_bad_shards_are_refused() -> None:
         assert "shards itself" in twice
 
 
+def an_epoch(directory: str, load: bool) -> int:
+    """Save after an epoch of a sharded stream, or load that."""
+    loader = setup_loader(DataLoader(Sharded(LISTS), 2))
+    if load:
+        accel.load(directory, {"loader": loader})
+    else:
+        samples(loader)
+        accel.save({"loader": loader}, directory)
+    assert sorted(samples(map(accel.gather_for_metrics, loader))) == sum(LISTS, [])
+    return int(loader.state_dict()["epoch"])
+
+
+@pytest.mark.parametrize(("world", "later"), [(1, 2), (2, 1), (2, 4)])
+def test_streams_resume_between_epochs(world: int, later: int, tmp_path: Path) -> None:
+    """At any world size, although each rank or only the process has a position."""
+    assert run(world, an_epoch, str(tmp_path), False) == [2] * world
+    assert run(later, an_epoch, str(tmp_path), True) == [2] * later
+
+
 def _alone(directory: str) -> None:
     world = accel.world_size()
     raw: Any = DataLoader(torch.arange(10), batch_size=3)  # type: ignore[arg-type]
