@@ -55,10 +55,8 @@ def main():
                 average(model)
                 after.append(difference(model))
     accel.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
-    accel.print(f"{len(after)} averages")
-    accel.print(f"largest difference before an average: {max(before):.1e}")
-    accel.print(f"largest difference after an average: {max(after):.1e}")
-
+    accel.print(f"{len(after)} averages, largest difference of weights:")
+    accel.print(f"before {max(before):.1e}, after {max(after):.1e}")
 
 if __name__ == "__main__":
     main()
