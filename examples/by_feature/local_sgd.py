@@ -58,5 +58,6 @@ def main():
     accel.print(f"{len(after)} averages, largest difference of weights:")
     accel.print(f"before {max(before):.1e}, after {max(after):.1e}")
 
+
 if __name__ == "__main__":
     main()
