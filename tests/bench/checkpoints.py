@@ -40,6 +40,13 @@ BASES = {
 }
 #: The first contender with the checksums that accel computes too.
 BY_HAND = {"save": "raw write, xxh3, fsync", "load": "raw pread, xxh3"}
+#: The directory of each save. It is removed before, because all contenders write new files.
+FOLDERS = {
+    ("save", "accel"): "accel",
+    ("save", "DCP"): "dcp",
+    ("stall", "accel"): "background",
+    ("stall", "DCP"): "dcp-background",
+}
 #: By group, the most of the first contender's time that accel may take.
 LIMITS = {"save": 1.1, "load": 1.15, "load, cold": 1.15, "verify": 1.25, "stall": 1.15}
 
@@ -122,8 +129,7 @@ class Movers:
     def acts(self) -> dict[str, dict[str, Callable[[], Any]]]:
         """Return the contenders of each group. The result of a background save is waited for later."""
         state, whole = {"model": self.model, "optimizer": self.optimizer}, self.whole
-        path, background = self.directory / "accel", self.directory / "background"
-        dcp_path, dcp_background = self.directory / "dcp", self.directory / "dcp-background"
+        path, dcp_path, background, dcp_background = (self.directory / name for name in FOLDERS.values())
         contenders: dict[str, tuple[Callable[[], Any], ...]] = {
             "save": (self.raw_save, lambda: accel.save(state, path), lambda: dcp.save(whole, checkpoint_id=dcp_path)),
             "load": (self.raw_load, lambda: accel.load(path, state), lambda: dcp.load(whole, checkpoint_id=dcp_path)),
@@ -153,8 +159,9 @@ def _forget_files(directory: Path) -> None:
 
 def _prepare(moving: Movers, group: str, name: str) -> None:
     if group == "save" and name.startswith("raw"):
-        # accel's files are new ones in each round.
         moving.raw(moving.rank).unlink(missing_ok=True)
+    if accel.is_main() and (group, name) in FOLDERS:
+        shutil.rmtree(moving.directory / FOLDERS[group, name], ignore_errors=True)
     for tensor in moving.tensors if group.startswith("load") else ():
         tensor.zero_()
     if accel.is_main() and group == "load, cold":
