@@ -69,11 +69,11 @@ class Mesh:
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
     def region_of(self, tensor: DTensor, local: Tensor) -> Box:
-        """Return the elements in this rank's shard, which is not empty."""
+        """Return the elements in this rank's nonempty shard."""
         shape = tuple(tensor.shape)
         if not self.parallel:
             rows = -(-shape[0] // self.sizes["shard"])
-            row_size = local.numel() // len(local)
+            row_size = local.numel() // local.shape[0]
             start = self.place["shard"] * rows * row_size
             return ((start, start + local.numel()),)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
