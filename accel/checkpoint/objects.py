@@ -384,7 +384,7 @@ def _object_of(value: Any, modules: Sequence[nn.Module], tag: object) -> StateOb
         return _optimizer_object(value, modules)
     if isinstance(value, torch.Tensor):
         return TensorObject(value)
-    in_parts = isinstance(value, LoaderHandle) and value._accel.part
+    in_parts: object = isinstance(value, LoaderHandle) and value._accel.part
     if tag is not None and isinstance(value, LoaderHandle):
         in_parts = tag == RankObject.kind  # another number of ranks may have shared the stream
     if in_parts or isinstance(value, RngState):
