@@ -366,7 +366,10 @@ def _optimizer_object(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Sta
 def make_object(
     value: Any, name: str, path: str, modules: Sequence[nn.Module], tag: object
 ) -> StateObject:
-    """Return the object of a value. ``modules`` name the parameters of raw optimizers."""
+    """Return the object of a value, for a load of the kind in the saved ``tag``.
+
+    ``modules`` name the parameters of raw optimizers.
+    """
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
     try:
@@ -384,9 +387,8 @@ def _object_of(value: Any, modules: Sequence[nn.Module], tag: object) -> StateOb
         return _optimizer_object(value, modules)
     if isinstance(value, torch.Tensor):
         return TensorObject(value)
-    in_parts: object = isinstance(value, LoaderHandle) and value._accel.part
-    if tag is not None and isinstance(value, LoaderHandle):
-        in_parts = tag == RankObject.kind  # another number of ranks may have shared the stream
-    if in_parts or isinstance(value, RngState):
-        return RankObject(value)
-    return StatefulObject(value)
+    by_rank = isinstance(value, RngState)
+    if isinstance(value, LoaderHandle):
+        # A load follows the checkpoint, which a different number of ranks may have saved.
+        by_rank = tag == RankObject.kind if tag else bool(value._accel.part)
+    return RankObject(value) if by_rank else StatefulObject(value)

@@ -281,6 +281,6 @@ class Writing:
             return None, old
 
         _, (old, *_) = exchange("accel.save (the record)", replace_record, gather)
-        # Each rank removes a share, because large files take long.
+        # Removing large files takes time, so each rank removes a share.
         remove = partial(folder.remove, self.directory, old[self.rank :: len(files)])
         on_every_rank("accel.save (old files)", remove, gather)

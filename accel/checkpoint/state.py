@@ -93,7 +93,7 @@ class State:
         return tuple(items) if isinstance(value, tuple) else items
 
     def object_of(self, leaf: Leaf, tag: object = None) -> StateObject:
-        """Return the object to save, or to fill from a node with this tag, for a leaf."""
+        """Return the object of a leaf to save, or to load from a node with this tag."""
         path = "state"
         for key in leaf.keys:
             path = place(path, key)

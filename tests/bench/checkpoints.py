@@ -129,7 +129,9 @@ class Movers:
     def acts(self) -> dict[str, dict[str, Callable[[], Any]]]:
         """Return the contenders of each group. The result of a background save is waited for later."""
         state, whole = {"model": self.model, "optimizer": self.optimizer}, self.whole
-        path, dcp_path, background, dcp_background = (self.directory / name for name in FOLDERS.values())
+        folders = {key: self.directory / name for key, name in FOLDERS.items()}
+        path, background = folders["save", "accel"], folders["stall", "accel"]
+        dcp_path, dcp_background = folders["save", "DCP"], folders["stall", "DCP"]
         contenders: dict[str, tuple[Callable[[], Any], ...]] = {
             "save": (self.raw_save, lambda: accel.save(state, path), lambda: dcp.save(whole, checkpoint_id=dcp_path)),
             "load": (self.raw_load, lambda: accel.load(path, state), lambda: dcp.load(whole, checkpoint_id=dcp_path)),

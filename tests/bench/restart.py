@@ -86,7 +86,7 @@ def _judge(data: Data) -> Iterator[Verdict]:
 
 def _draw(data: Data) -> list[Panel]:
     bars = {name: [job["total"]] for name, job in data["jobs"].items()}
-    limit = data["jobs"].get(RAW, {"total": 0.0})["total"]
+    limit = data["jobs"][RAW]["total"] if RAW in data["jobs"] else None
     return [Panel("A rank is killed", "seconds", ["until the end of the next first step"], bars, limit)] if bars else []
 
 
