@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]
 
 def shape_of(box: Box) -> Shape:
     """Return the shape of a box."""
-    return tuple(end - begin for begin, end in box)
+    return tuple([end - begin for begin, end in box])
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -48,7 +48,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 def relative(box: Box, outer: Box) -> Box:
     """Return a box relative to the start of a box that contains it."""
     sides = zip(box, outer, strict=True)
-    return tuple((begin - first, end - first) for (begin, end), (first, _) in sides)
+    return tuple([(begin - first, end - first) for (begin, end), (first, _) in sides])
 
 
 def flattened(box: Box, shape: Shape) -> Box | None:
@@ -108,6 +108,10 @@ class Shard:
     region: Box
     #: The elements, in any shape. The memory is the state's, so writing to it changes the state.
     tensor: Tensor
+
+    def named(self, name: str) -> Shard:
+        """Return this shard under a different name."""
+        return Shard(name, self.shape, self.region, self.tensor)
 
     def fill(self, whole: Tensor) -> None:
         """Copy the shard's elements from the full tensor."""

@@ -7,7 +7,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final, final
 from urllib.parse import unquote
 
@@ -175,7 +174,7 @@ class Loading:
                 continue
             problem = unfit(tensors[names[name]], slot, self._convert)
             if not problem:
-                entry.wanted.append(replace(slot, name=names[name]))
+                entry.wanted.append(slot.named(names[name]))
                 continue
             summary.unfit.append(f"{here}: {problem}")
             if isinstance(entry, OptimizerObject):

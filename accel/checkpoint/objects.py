@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from operator import attrgetter
 from typing import Any, ClassVar, final
@@ -78,7 +77,7 @@ class StateObject(Placeholder):
 
     def named(self, shard: Shard) -> Shard:
         """Return a shard of this object under its name in the checkpoint."""
-        return replace(shard, name=f"{self.name}/{shard.name}")
+        return shard.named(f"{self.name}/{shard.name}")
 
 
 def structure_of(objects: Iterable[StateObject]) -> list[list[str]]:
@@ -185,7 +184,7 @@ class ModuleObject(StateObject):
             if not self._prefix:
                 yield local.name, local
             elif local.name in names:
-                yield local.name, replace(local, name=names[local.name])
+                yield local.name, local.named(names[local.name])
 
     def shards(self) -> Iterator[LocalShard]:
         # In a pipeline each buffer is on a single rank, so it can't differ between ranks.
@@ -309,7 +308,7 @@ class OptimizerObject(StateObject):
         """Yield the shards to fill under their saved names."""
         saved_names = dict(zip(self._parameters, self._names_here(), strict=True))
         for slot in self._holdings.slots(self.optimizer, self._manifest, create=create):
-            yield replace(slot, name=_renamed(slot.name, saved_names))
+            yield slot.named(_renamed(slot.name, saved_names))
 
     def allocate(self) -> Iterator[Shard]:
         """Create the state that doesn't exist yet, and yield all shards to fill."""

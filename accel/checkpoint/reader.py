@@ -23,9 +23,9 @@ from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Box, Shard, expanded, intersection, relative, shape_of, slices, whole
 from .record import OTHER, Record, Stored, span
-from .shards import BY_NAME, Written, batched, key_of, memory, parse_header, read_header
+from .shards import BY_NAME, Written, key_of, memory, parse_header, read_header
 from .steps import parsing
-from .storage import CHUNK, storage_of
+from .storage import CHUNK, STEP, storage_of
 
 T = TypeVar("T")
 
@@ -260,22 +260,13 @@ class _ShardFile:
     def read(self, chunk: _Chunk) -> None:
         """Fill the views of a chunk, and check its checksum."""
         file = self.file
-        if not self.checksums:
-            file.fill(chunk.begin, chunk.views)
-            return
-        # Read and hash in small steps, so that the bytes to hash are still in the core's cache.
-        parts = []
-        for view in chunk.views:
-            for at in range(0, len(view), file.step):
-                parts.append(view[at : at + file.step])
+        checksums = self.checksums
         for _ in range(file.tries):
-            offset, digest = chunk.begin, xxhash.xxh3_64()
-            for step in batched(parts, len, file.step):
-                file.fill(offset, step)
-                for part in step:
+            digest = xxhash.xxh3_64()
+            for part in file.fill(chunk.begin, chunk.views):
+                if checksums:
                     digest.update(part)
-                    offset += len(part)
-            if digest.hexdigest() == self.checksums[chunk.number]:
+            if not checksums or digest.hexdigest() == checksums[chunk.number]:
                 return
         names = [piece.key for piece, _, _ in chunk.segments] or self._keys
         inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
@@ -341,7 +332,7 @@ class BoxReader:
             chunk = file.chunk(number)
             size = chunk.end - chunk.begin
             # All views are the same memory of one step, so that it stays in the core's cache.
-            room = memoryview(bytearray(min(size, file.file.step)))
+            room = memoryview(bytearray(min(size, STEP)))
             chunk.views = [room[: size - at] for at in range(0, size, len(room))]
             file.read(chunk)
 

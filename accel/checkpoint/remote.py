@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import CHUNK, Content, File, StoreError, replaced
+from .storage import Content, File, StoreError, replaced
 
 #: The minimum bytes per part of an upload. An upload can have at most 10,000 parts.
 _BLOCK: Final = 16 << 20
@@ -130,17 +130,18 @@ class Remote:
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[File]:
         size, fill = int(self.ask("info", path)["size"]), functools.partial(self._fill, path)
-        yield File(path, size, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
+        yield File(path, size, fill, in_flight=self._in_flight, tries=2)
 
-    def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> None:
+    def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> Iterator[memoryview]:
         end = offset + sum(map(len, views))
         ask = functools.partial(self.ask, "cat_file", path, start=offset, end=end)
         try:
-            content = ask()
+            content = memoryview(ask())
         except StoreError:  # for example, the network changed bytes
-            content = ask()
+            content = memoryview(ask())
         for view in views:
             view[:] = content[: len(view)]
+            yield view
             content = content[len(view) :]
 
     def create(self, path: str, size: int, content: Content) -> None:

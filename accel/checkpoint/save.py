@@ -102,7 +102,8 @@ def save(
         CheckpointError: a value can't be stored, a different job saved to ``dir``, a write
             failed, or the last background save failed. It is raised on every rank.
     """
-    process, begin = current(), time.monotonic()
+    process = current()
+    begin = time.monotonic()
     rank = process.place.rank
 
     def prepare() -> tuple[tuple[Contents, str], Message]:

@@ -28,7 +28,8 @@ Content = Callable[[], Iterable["bytes | bytearray | memoryview"]]
 
 #: Bytes per checksum.
 CHUNK: Final = 4 << 20
-_MAX_VECTORS: Final = 512
+#: Bytes to read at once. They stay in a core's cache until they are hashed.
+STEP: Final = 256 << 10
 
 
 def storage_of(path: str) -> Storage:
@@ -65,10 +66,9 @@ class File:
 
     path: str
     size: int
-    #: Fills buffers with the bytes from an offset. Raises if the file is too short.
-    fill: Callable[[int, Sequence[memoryview]], None]
-    #: Bytes to read before hashing them. The default fits in a core's cache.
-    step: int = 256 << 10
+    #: Fills buffers with the bytes from an offset, and yields each part once it is filled.
+    #: Raises if the file is too short.
+    fill: Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
     #: The number of threads to read with. 0 means this rank's share of the cores.
     in_flight: int = 0
     #: The attempts to read a chunk with a correct checksum, as a network may corrupt it.
@@ -77,7 +77,8 @@ class File:
     def read(self, offset: int, count: int) -> bytearray:
         """Return ``count`` bytes."""
         content = bytearray(count)
-        self.fill(offset, [memoryview(content)])
+        for _ in self.fill(offset, [memoryview(content)]):
+            pass
         return content
 
 
@@ -147,7 +148,8 @@ class Local:
                     view = view[os.write(fd, view) :]
                 # Start to write now, or the disk is idle until fsync. macOS lacks this call.
                 if hasattr(_libc, "sync_file_range"):
-                    start, count = ctypes.c_longlong(at), ctypes.c_longlong(len(block))
+                    start = ctypes.c_longlong(at)
+                    count = ctypes.c_longlong(len(block))
                     _libc.sync_file_range(fd, start, count, 2)  # SYNC_FILE_RANGE_WRITE
                 at += len(block)
             os.fsync(fd)
@@ -187,23 +189,21 @@ class Local:
             os.unlink(path)
 
 
-def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
-    left = list(filter(None, views))
-    while left:
-        try:
-            count = os.preadv(fd, left[:_MAX_VECTORS], offset)
-        except OSError as error:
-            error.filename = path
-            raise
-        if count == 0:
-            raise CheckpointError(
-                f"{path} ends at byte {offset}, inside a tensor. Load a different checkpoint."
-            )
-        offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:  # a view was filled partially
-            left[0] = left[0][count:]
+def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> Iterator[memoryview]:
+    for view in views:
+        while view:
+            try:
+                count = os.preadv(fd, [view[:STEP]], offset)
+            except OSError as error:
+                error.filename = path
+                raise
+            if count == 0:
+                raise CheckpointError(
+                    f"{path} ends at byte {offset}, inside a tensor. Load a different checkpoint."
+                )
+            yield view[:count]
+            view = view[count:]
+            offset += count
 
 
 _libc: Final[Any] = ctypes.CDLL(None)
