@@ -96,7 +96,8 @@ class Background:
                 data = piece.view(torch.uint8)
                 while len(data):
                     if at >= _BLOCK:
-                        number, at = number + 1, 0
+                        number = number + 1
+                        at = 0
                     if number == len(self._blocks):
                         self._blocks.append(host_memory(_BLOCK, pinned=bool(devices)))
                     room = self._blocks[number][at : at + len(data)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import defaultdict
@@ -47,8 +46,6 @@ from .steps import (
 from .values import Decoder, stored_tensors
 from .weights import choose, open_checkpoint, weights_at
 
-logger = logging.getLogger("accel")
-
 #: The error texts for ranks that disagree, by attribute of ``Summary``.
 _DIFFERENCES: Final = {
     "arguments": f"accel.load() got {ARGUMENTS}",
@@ -77,7 +74,7 @@ def load(
             diffusers, such as ``model.safetensors``.
         state: as for ``save``. Objects and tensors are filled in place, and plain values are
             replaced. Keys missing from ``state`` are skipped, except in dicts of plain
-            values. If None, only the plain values are returned.
+            values. If None, the plain values and tensors are returned.
         strict: if True, raise if the checkpoint lacks an entry of ``state``, or a module
             lacks a saved tensor. If False, warn and load the rest.
         convert: if True, convert tensors of a different dtype instead of raising.
@@ -122,7 +119,7 @@ def load(
 
 @final
 class Loading:
-    """A load on this rank. If ``state`` is None, it loads only plain values."""
+    """A load on this rank. If ``state`` is None, it returns the values and tensors."""
 
     def __init__(self, directory: str, state: Any, convert: bool) -> None:
         self.directory = directory
@@ -151,7 +148,9 @@ class Loading:
 
     def _compare(self, entry: StateObject, names: dict[str, str]) -> None:
         """Find the shards of an object to read, and what differs."""
-        summary, tensors = self.summary, self.record.tensors
+        summary = self.summary
+        tensors = self.record.tensors
+        summary.saved += len(names)
         untouched = set[str]()
         if isinstance(entry, ModuleObject):
             extra = {*shard.extra_modules(entry.module)}
@@ -179,25 +178,18 @@ class Loading:
             summary.unfit.append(f"{here}: {problem}")
             if isinstance(entry, OptimizerObject):
                 summary.unfit_optimizers.add(entry.name)
+        summary.fitting += len(entry.wanted)
         for name in untouched:
             summary.untouched.add(f"{entry.path}, {name}")
 
     def decode(self) -> None:
         """Decode all values to load, before anything is changed."""
-        nodes = list(self._match.plain)
-        nodes += [entry.node for entry in self.objects.values()]
-        # Only tensors of plain values are read here. Those of objects have no such prefix.
-        names = {n for n in stored_tensors(nodes) if n.startswith(OF_VALUES)}
+        names = {*stored_tensors(self._match.plain)}
+        # A tensor in the state is filled in place. Its name has no such prefix.
+        nodes = [entry.node for entry in self.objects.values()]
+        names |= {name for name in stored_tensors(nodes) if name.startswith(OF_VALUES)}
         self._tensors.update(self._reader.read(sorted(names)))
         self._match.decode()
-        left_out = self._match.left_out
-        # torch's optimizers accept a state dict without tensors, and silently start from zero.
-        if left_out and rank() == 0:
-            text = (
-                "%s: accel.load() without a state returns no tensors. It skipped %d, "
-                'such as %s. Pass them, as in accel.load(dir, {"model": model}).'
-            )
-            logger.warning(text, self.directory, len(left_out), left_out[0])
         for entry in self.objects.values():
             # Missing optimizer state is on the meta device until apply() creates it.
             on_meta = any(slot.tensor.is_meta for slot in entry.wanted)

@@ -15,7 +15,7 @@ from ..shard import Shard
 from .objects import StateObject
 from .record import Stored
 from .shards import BY_NAME
-from .state import OF_VALUES, Leaf, State
+from .state import Leaf, State
 from .values import TAG, Decoder, Json, items_of, place
 
 logger = logging.getLogger("accel")
@@ -25,10 +25,8 @@ Apply = Callable[[], Any]
 
 
 def _is_object(node: Json) -> bool:
-    """True if the node is the saved state of an object."""
+    """True if the node is the saved state of an object. Tensors are values too."""
     tag = node.get(TAG) if isinstance(node, dict) else None
-    if tag == "tensor":
-        return not node.get("name", OF_VALUES).startswith(OF_VALUES)
     return tag in ("module", "optimizer", "stateful", "ranks")
 
 
@@ -55,6 +53,9 @@ class Summary:
     #: Descriptions of values that differ in type, size or dtype.
     unfit: list[str] = field(default_factory=list)
     unfit_optimizers: set[str] = field(default_factory=set)
+    #: The number of saved tensors of the state's objects, and of those that fit.
+    saved: int = 0
+    fitting: int = 0
     #: Tensors and extra state of modules that exist only in the checkpoint.
     untouched: set[str] = field(default_factory=set)
     arguments: dict[str, object] = field(default_factory=dict)
@@ -75,8 +76,6 @@ class Match:
         #: The nodes of the plain values to load, and the decoded values.
         self.plain: list[Json] = []
         self._decoded: list[Any] = []
-        #: Paths of tensors that a load without a state leaves out.
-        self.left_out: list[str] = []
         self.summary = Summary()
         if state is None:
             self.update = self._take(saved)
@@ -104,7 +103,8 @@ class Match:
         updates: dict[Any, Apply] = {}
         for key, item in items_of(value):
             if key in saved:
-                part, saved_node = tree[key], saved.pop(key)
+                part = tree[key]
+                saved_node = saved.pop(key)
                 updates[key] = self._visit(item, part, saved_node, place(path, key))
             else:
                 self.summary.missing.append(place(path, key))
@@ -149,9 +149,9 @@ class Match:
     def decode(self) -> None:
         """Decode all plain values to load."""
         for node in self.plain:
-            self._decoded.append(self._decode(node, "state"))
+            self._decoded.append(self._decode(node))
 
-    def _decode(self, node: Json, path: str) -> Any:
+    def _decode(self, node: Json) -> Any:
         """Return a value without its objects. In lists, None replaces them."""
         if not _holds_objects(node):
             return self._decoder.decode(node)
@@ -159,9 +159,7 @@ class Match:
         values: dict[Any, Any] = {}
         for key, child in items_of(children):
             if not _is_object(child):
-                values[key] = self._decode(child, place(path, key))
-            elif child[TAG] == "tensor" and path != "state":
-                self.left_out.append(place(path, key))
+                values[key] = self._decode(child)
         if isinstance(children, dict):
             return values
         items = list(map(values.get, range(len(children))))
@@ -204,13 +202,18 @@ def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
     if lines and strict:
         advice = "nothing was changed. Pass strict=False to load the rest"
         raise CheckpointError(f"{title}, and {advice}:\n  {text}")
+    # For example, all names have a prefix, because the saved model is a part of this one.
+    if lines and any(one.saved for one in summaries) and not any(one.fitting for one in summaries):
+        advice = 'Pass the part with these names, such as {"model": model.base}'
+        raise CheckpointError(f"{directory}: no tensor fits the state. {advice}:\n  {text}")
     if lines and rank() == 0:
         logger.warning("%s. Skipped:\n  %s", title, text)
 
 
 def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
     """Return why a saved tensor doesn't fit, or an empty string."""
-    old, new = BY_NAME[stored.dtype], slot.tensor.dtype
+    old = BY_NAME[stored.dtype]
+    new = slot.tensor.dtype
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
     if old is new:

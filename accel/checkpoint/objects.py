@@ -278,7 +278,8 @@ class OptimizerObject(StateObject):
         }
 
     def problem(self) -> str:
-        node, kind = self.node, type(self.optimizer).__name__
+        node = self.node
+        kind = type(self.optimizer).__name__
         if node["class"] != kind:
             return f"the checkpoint has the state of {node['class']}, but this is {kind}"
         sizes, saved_sizes = _sizes(self.optimizer.param_groups), _sizes(node["groups"])
@@ -321,7 +322,8 @@ class OptimizerObject(StateObject):
 
     def fill(self, values: Any) -> None:
         self._holdings.fill(self.optimizer, values)
-        engine, scale = self.engine, self.node.get("scale")
+        engine = self.engine
+        scale = self.node.get("scale")
         if scale and engine is not None and engine.precision.scaled:
             engine.loss_scale.restore(*scale)
         frozen = set(self.node["frozen"])

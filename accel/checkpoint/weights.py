@@ -62,7 +62,8 @@ def open_checkpoint(directory: str, state: Any) -> Record:
             header = shards.read_header(file)
             entries = shards.parse_header(header)
         for key, entry in entries.items():
-            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            dtype = entry["dtype"]
+            shape = tuple(entry["shape"])
             if dtype not in BY_NAME:
                 raise CheckpointError(f"{path}: accel can't load {key!r} of dtype {dtype}.")
             count = math.prod(shape)
@@ -227,7 +228,7 @@ def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
     # Sort the file or index that a library opens before the files of an index.
     old = sorted(filter(_WEIGHTS.fullmatch, names), key=lambda name: "-of-" in name)
     if old and not overwrite:
-        raise CheckpointError(f"{out} has weights already ({old[0]}). Pass overwrite=True.")
+        raise CheckpointError(f"{out} has weights already ({old[0]}). Use the option overwrite.")
     storage.make(out)
     for name, content in files.items():
         path = os.path.join(out, f".{name}.tmp")

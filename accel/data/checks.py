@@ -107,8 +107,9 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
         "drop_last": shape.drop_last,
         "workers of the stream": is_stream and loader.num_workers,
     }
-    if isinstance(dataset, Subset):
-        # random_split with a different seed on each rank mixes training and validation data.
-        plain = getattr(dataset.indices, "tolist", lambda: dataset.indices)
-        facts["checksum of the Subset's indices"] = mix(plain())
+    for part in (dataset, *parts_of(shape.sampler)):
+        # A split with a different seed on each rank mixes training and validation data.
+        if isinstance(part, Subset | Sampler) and hasattr(part, "indices"):
+            name = f"{type(part).__name__}.indices (call accel.seed before you split)"
+            facts[name] = mix([*getattr(part.indices, "tolist", part.indices.__iter__)()])
     return facts

@@ -83,9 +83,8 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
     shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
     size = share.size
     if not shape or shape[0] != size >= 0:
-        kind = f"{described(leaf)} of shape {shape}"
-        text = f"expected dim 0 to be this rank's batch, found {kind}."
-        raise LoaderError(f"gather_for_metrics: {text} Use accel.all_gather.")
+        text = f"expected dim 0 to be this rank's batch, found {described(leaf)} of shape {shape}."
+        raise LoaderError(f"gather_for_metrics: {text} Call it for each batch.")
     return leaf[: share.real if size >= 0 else shape[0] * share.real]
 
 

@@ -40,9 +40,7 @@ def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     buffers: list[Tensor] = []
     last: tuple[Tensor, list[Any]] | None = None
     for tensor in tensors:
-        # Tensors that are in host memory already need no pieces.
-        parts = [tensor] if tensor.is_cpu else tensor.split(PIECE // tensor.itemsize)
-        for piece in parts:
+        for piece in tensor.split(max(1, PIECE // tensor.itemsize)):
             if is_remote(piece):
                 if not buffers:
                     buffers = [host_memory(PIECE, pinned=True) for _ in range(2)]

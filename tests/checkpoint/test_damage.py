@@ -168,3 +168,5 @@ def test_not_strict_loads_what_fits(good: Path, caplog: pytest.LogCaptureFixture
     assert (state["more"], state["n"]) == (3, 1.0)
     assert 'state["more"]' in caplog.text
     assert "bias" in caplog.text
+    with pytest.raises(CheckpointError, match="no tensor fits the state"):
+        accel.load(good, {"net": nn.Sequential(nn.Linear(40, 7))}, strict=False)

@@ -256,9 +256,9 @@ class Torn(torch.optim.SGD):
             with torch.no_grad():
                 self.param_groups[0]["params"][0].mul_(0.5)
             raise KeyboardInterrupt
-        # Once a plain SGD exists, super().step() runs the hooks a second time.
-        whole_step = torch.optim.SGD.step
-        return getattr(whole_step, "__wrapped__", whole_step)(self, closure)
+        plain: Any = torch.optim.SGD.step
+        # Once a plain SGD exists, super().step() would run the hooks a second time.
+        return (plain.__wrapped__ if hasattr(plain, "hooked") else plain)(self, closure)
 
 
 def interrupted(backend: str, moment: str, wait: bool, directory: Path) -> None:

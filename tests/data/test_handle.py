@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel import LoaderError
@@ -111,10 +111,13 @@ def test_bad_options_are_refused() -> None:
 
 
 def test_describe() -> None:
-    split = [DataLoader(Subset(Numbers(9), indices)) for indices in ([1, 2], [1, 3], [1, 2])]
-    options = LoaderOptions()
-    texts = [describe(loader, options) for loader in split]
-    assert texts[0] == texts[2] != texts[1]
+    options, splits = LoaderOptions(), ([1, 2], [1, 3], torch.tensor([1, 2]))
+    for split in (
+        [DataLoader(Subset(Numbers(9), indices)) for indices in splits],
+        [DataLoader(Numbers(9), sampler=SubsetRandomSampler(indices)) for indices in splits],
+    ):
+        texts = [describe(loader, options) for loader in split]
+        assert texts[0] == texts[2] != texts[1]
     assert describe(numbers(4), options) != describe(numbers(5), options)
     assert describe(numbers(4, 2), options) != describe(numbers(4, 4), options)
     off = LoaderOptions(shard=False)

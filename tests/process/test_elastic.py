@@ -88,6 +88,6 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, trained_alone: dict[str, to
 def test_a_lost_host_is_done_without(tmp_path: Path, trained_alone: dict[str, torch.Tensor]) -> None:
     # One that is alone goes on soon; so it may begin alone too, where the other is late.
     end = Fault("host", at="accel:save", turn=5)
-    with agents(tmp_path, "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4", end) as (first, _):
+    with agents(tmp_path, "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=8", end) as (first, _):
         assert first.wait(GUARD) == 0, output(tmp_path)
     assert check(tmp_path, trained_alone)[-1:] == ["1"], output(tmp_path)
