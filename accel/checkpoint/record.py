@@ -142,7 +142,7 @@ def _absent(directory: str) -> str:
     for name in sorted(storage.names(directory), reverse=True):
         if exists(os.path.join(directory, name)):
             return f"{directory} contains checkpoints ({name}) but is not one. Load one of them."
-    return f"{directory} has no {NAME}, so it is not a checkpoint."
+    return f"{directory} has no {NAME}. Pass the directory of a checkpoint."
 
 
 def parse(content: bytes, path: str) -> Record:
