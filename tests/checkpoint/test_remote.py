@@ -201,6 +201,7 @@ def test_two_jobs_in_one_place(before: bool, on_disk: bool, prefix: str, tmp_pat
         first.finish(files)
     with pytest.raises(CheckpointError, match="was written by a different job during this save"):
         third.finish(late)
+    assert not [*tmp_path.glob("c/.*")]
     assert value_of(prefix) == 2
     fourth.finish(last)
     assert value_of(prefix) == 4
