@@ -77,6 +77,7 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), backend=accel.FSDP), accel.BackendError, "accel.FSDP()"),
     (lambda: ANY.DDP(find_unused=True), TypeError, "unexpected keyword argument 'find_unused'"),
     (lambda: ANY.DDP(find_unused_parameters="no"), accel.BackendError, "='no') is invalid. Use True or False."),
+    (lambda: ANY.DDP(drift_check=-1), accel.BackendError, "Use a number of steps, 0 or None"),
     (lambda: ANY.setup(net(), backend="fdsp"), accel.BackendError, "'fdsp'. Did you mean 'fsdp'?"),
     (lambda: ANY.setup(net(), backend={"name": "ddp"}), accel.BackendError, "an options object"),
     (lambda: ANY.setup(net(), backend="ddp:4"), accel.BackendError, "name:option=value"),

@@ -276,3 +276,12 @@ def test_backward_takes_the_arguments_of_torch(precision: str) -> None:
     if precision == "16-mixed":
         with pytest.raises(accel.PrecisionError, match="loss scale"):
             accel.backward(model(batch(1)).square().mean(), create_graph=True)
+
+
+def test_gradients_of_other_leaves_are_not_scaled() -> None:
+    raw, weight = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), precision="16-mixed")
+    for _ in range(2):
+        accel.backward(model(torch.ones(1, 2)).sum() + (2 * weight).sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4, 4]

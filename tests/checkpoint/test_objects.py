@@ -132,6 +132,10 @@ def test_extra_state_and_tied_weights(tmp_path: Path) -> None:
     untied["d"].weight = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(CheckpointError, match=r"not in the checkpoint: state\[\"m\"\], d.weight"):
         accel.load(tmp_path, {"m": untied})
+    more: Any = model(None)
+    more["e"] = Extra(None)
+    with pytest.raises(CheckpointError, match=r"not in the checkpoint: state\[\"m\"\], e._extra_state"):
+        accel.load(tmp_path, {"m": more})
     one, two = net(3), net(4)
     two[0].weight = one[0].weight
     accel.load(tmp_path, {"n": one, "o": two})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +180,21 @@ def after_the_end() -> None:
 def test_partial_state_is_never_stepped() -> None:
     for outcome in outcomes(2, after_the_end, breaks=True):
         assert not outcome.error, outcome.trace
+
+
+def resumed(directory: str) -> None:
+    for step in range(2):
+        raw = net()
+        model, optimizer, _ = accel.setup(raw, adamw(raw.parameters()), backend="sharded")
+        state = {"model": model, "optimizer": optimizer}
+        if step:
+            accel.load(directory, state)
+            assert 0 < len(optimizer.state) < len([*raw.parameters()])
+        loss_of(model, data(step, accel.rank())).backward()
+        optimizer.step()
+        accel.save(state, directory)
+        accel.teardown()
+
+
+def test_a_load_before_the_first_step_is_shared(tmp_path: Path) -> None:
+    run(2, resumed, str(tmp_path))
