@@ -130,7 +130,9 @@ def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
             for own, target in targets:
                 common = intersection(source, own)
                 if common is not None:
-                    part = target[slices(relative(common, own))]
+                    part = target
+                    if common != own:
+                        part = target[slices(relative(common, own))]
                     wanted = relative(common, source)
                     yield file, _Piece(key, dtype, first, sizes, wanted, part)
             first += math.prod(sizes)
