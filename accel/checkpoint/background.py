@@ -96,7 +96,7 @@ class Background:
                 data = piece.view(torch.uint8)
                 while len(data):
                     if at >= _BLOCK:
-                        number = number + 1
+                        number += 1
                         at = 0
                     if number == len(self._blocks):
                         self._blocks.append(host_memory(_BLOCK, pinned=bool(devices)))

@@ -107,9 +107,9 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
         "drop_last": shape.drop_last,
         "workers of the stream": is_stream and loader.num_workers,
     }
-    for part in (dataset, *parts_of(shape.sampler)):
+    for part in {id(p): p for p in (dataset, *parts_of(shape.sampler))}.values():
         # A split with a different seed on each rank mixes training and validation data.
-        if isinstance(part, Subset | Sampler) and hasattr(part, "indices"):
+        if isinstance(part, Subset | torch.utils.data.SubsetRandomSampler):
             name = f"{type(part).__name__}.indices (call accel.seed before you split)"
             facts[name] = mix([*getattr(part.indices, "tolist", part.indices.__iter__)()])
     return facts

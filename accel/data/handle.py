@@ -131,7 +131,7 @@ def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
     length, before = length_of(state.raw.dataset), saved["length"]
     workers, part, problem = len(saved["streams"]), saved["part"], ""
     if before != length:
-        raise LoaderError(f"The saved dataset's length is {before}, not {length}. Use it again.")
+        raise LoaderError(f"The saved length is {before}, not {length}. Use the same dataset.")
     if workers != state.reader().streams:
         problem = f"with num_workers={workers}. Use the same num_workers"
     if part != state.part:

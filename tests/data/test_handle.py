@@ -118,6 +118,10 @@ def test_describe() -> None:
     ):
         texts = [describe(loader, options) for loader in split]
         assert texts[0] == texts[2] != texts[1]
+    # A sampler of the user's own may have such an attribute for anything.
+    own: Any = SequentialSampler(Numbers(9))
+    own.indices = None
+    assert describe(DataLoader(Numbers(9), sampler=own), options) == describe(DataLoader(Numbers(9)), options)
     assert describe(numbers(4), options) != describe(numbers(5), options)
     assert describe(numbers(4, 2), options) != describe(numbers(4, 4), options)
     off = LoaderOptions(shard=False)
